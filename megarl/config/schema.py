@@ -1,0 +1,169 @@
+"""Every setting of a run: one dataclass a section, one field a setting, its meaning beside it.
+
+Defaults are what a GPU user wants; `configs/` shows what a laptop needs. Values are checked as a whole in `checks.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class RunConfig:
+    name: str = "run"  # names the run folder
+    root: str = "runs"  # run folders are made under here, as NAME-YYYYmmdd-HHMMSS
+    steps: int = 100  # optimisation steps
+    seed: int = 1
+
+
+@dataclass
+class ModelConfig:
+    path: str = "???"  # a Hugging Face folder, or a name that `megarl models` knows: "smollm2", "tiny-qwen3"
+    dtype: str = "bfloat16"  # bfloat16 (fp32 master weights in the optimizer) | float32
+
+
+@dataclass
+class SourceConfig:
+    kind: str = "reasoning_gym"  # reasoning_gym | jsonl | parquet
+    task: str | None = None  # reasoning_gym: the name of the task, e.g. chain_sum
+    task_args: dict[str, Any] = field(default_factory=dict)  # reasoning_gym: arguments of the task
+    path: str | None = None  # jsonl, parquet: the file
+    prompt_key: str = "prompt"  # jsonl, parquet: a string, or a list of {role, content} messages
+    answer_key: str = "answer"  # jsonl, parquet: handed to the reward; other keys travel in the payload
+    size: int | None = None  # how many problems to take (reasoning_gym: to make); None: all
+    seed: int = 0  # reasoning_gym: the seed of the problems
+
+
+@dataclass
+class DataConfig:
+    train: SourceConfig = field(default_factory=SourceConfig)
+    eval: SourceConfig | None = None
+    prompts_per_step: int = 8
+    system: str | None = None  # a system message before every prompt
+    suffix: str = ""  # appended to every user prompt, e.g. an instruction on the answer's form
+    max_prompt_tokens: int = 1024
+    too_long: str = "drop"  # drop (with a count) | error
+    shuffle: bool = True
+
+
+@dataclass
+class RewardConfig:
+    name: str = "last_number"  # a registered reward, or package.module.function
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class AlgorithmConfig:
+    advantage: str = "grpo"  # a registered estimator, or package.module.function
+    normalize_std: bool = True  # grpo: divide by the group's standard deviation (False: Dr.GRPO)
+    policy_loss: str = "vanilla"  # a registered loss, or package.module.function
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    clip_dual: float | None = 3.0  # bound on the loss of a negative advantage (dual clip); None: off
+    aggregation: str = "token_mean"  # token_mean | seq_mean_token_sum | seq_mean_token_mean | seq_mean_token_sum_norm
+    entropy_coefficient: float = 0.0  # bonus: subtracted from the loss
+    kl_coefficient: float = 0.0  # KL to the reference in the loss; 0: no reference model is built
+    kl_estimator: str = "k3"  # k1 | k2 | k3 | abs
+    epochs: int = 1  # passes over a step's samples
+    mini_batches: int = 1  # optimizer steps in a pass
+
+
+@dataclass
+class ParallelConfig:
+    ranks: int = 1  # processes (GPUs) of this role; data parallel = ranks / (tensor * pipeline)
+    tensor: int = 1
+    pipeline: int = 1
+    sequence: bool = False  # sequence parallel: activations split over the tensor-parallel ranks
+
+
+@dataclass
+class OptimizerConfig:
+    lr: float = 1e-6
+    min_lr: float = 0.0
+    schedule: str = "constant"  # constant | linear | cosine, after the warm-up
+    warmup_steps: int = 0
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    clip_grad: float = 1.0  # global gradient norm; 0: off
+    distributed: bool = True  # shard optimizer states over the data-parallel ranks
+
+
+@dataclass
+class ActorConfig:
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    micro_batch_tokens: int = 8192  # at most so many tokens a micro-batch and rank (a longer sequence goes alone)
+    recompute: str = "none"  # none | selective | full: activations recomputed in the backward pass
+    logits_chunk_tokens: int = 1024  # response tokens whose logits exist at one time
+    threads: int | None = None  # CPU threads a rank; None: cores / ranks
+
+
+@dataclass
+class RolloutConfig:
+    n: int = 8  # samples a prompt
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_new_tokens: int = 256
+    dtype: str | None = None  # of the engine's weights; None: the model's
+    threads: int | None = None  # CPU threads of the engine; None: all cores
+    max_total_tokens: int | None = None  # KV cache of the engine; None: chosen from the batch on CPU, SGLang's own choice on GPU
+    engine: dict[str, Any] = field(default_factory=dict)  # any other SGLang engine argument, passed as it is
+    record: str | None = None  # write every step's samples to this file
+    replay: str | None = None  # take every step's samples from this file instead of generating
+    start_timeout: float = 600.0  # seconds an engine may take to start
+    timeout: float = 1800.0  # seconds a step's generation may take
+
+
+@dataclass
+class ReshardConfig:
+    bucket_mb: int = 256  # weights move in buckets of at most this size
+    verify: str = "full"  # full (every tensor's fingerprint after every sync) | sampled (a rotating eighth of them) | off
+    probe: bool = False  # after every sync also compare log-probs of a probe sequence, trainer against engine
+    probe_tolerance: float | None = None  # largest |difference|; None: 1e-5 for float32, 0.25 for bfloat16
+
+
+@dataclass
+class EvaluationConfig:
+    every: int = 0  # steps; 0: only before the first step and after the last
+    max_new_tokens: int | None = None  # None: the rollout's
+
+
+@dataclass
+class ObserveConfig:
+    samples_every: int = 10  # steps between printed conversations; 0: never
+    tensorboard: bool = True
+    progress: bool = True  # live display; plain lines where the terminal cannot
+
+
+@dataclass
+class ExportConfig:
+    hf: bool = True  # write the trained model as a Hugging Face folder at the end
+    dtype: str | None = None  # of the exported weights; None: the model's
+
+
+@dataclass
+class ClusterConfig:
+    address: str | None = None  # an existing Ray cluster; None: start one on this machine and stop it at the end
+    port: int | None = None  # port of the Ray head that is started; None: a free one
+    object_store_mb: int = 512
+    worker_timeout: float = 600.0  # seconds a worker may take to start or to answer one call
+
+
+@dataclass
+class Config:
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reshard: ReshardConfig = field(default_factory=ReshardConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    observe: ObserveConfig = field(default_factory=ObserveConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
