@@ -6,7 +6,10 @@ Defaults are what a GPU user wants; `configs/` shows what a laptop needs. Values
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
+
+Dtype = Literal["bfloat16", "float32"]
+Aggregation = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"]
 
 
 @dataclass
@@ -20,12 +23,12 @@ class RunConfig:
 @dataclass
 class ModelConfig:
     path: str = "???"  # a Hugging Face folder, or a name that `megarl models` knows: "smollm2", "tiny-qwen3"
-    dtype: str = "bfloat16"  # bfloat16 (fp32 master weights in the optimizer) | float32
+    dtype: Dtype = "bfloat16"  # with bfloat16 the optimizer keeps fp32 master weights
 
 
 @dataclass
 class SourceConfig:
-    kind: str = "reasoning_gym"  # reasoning_gym | jsonl | parquet
+    kind: Literal["reasoning_gym", "jsonl", "parquet"] = "reasoning_gym"
     task: str | None = None  # reasoning_gym: the name of the task, e.g. chain_sum
     task_args: dict[str, Any] = field(default_factory=dict)  # reasoning_gym: arguments of the task
     path: str | None = None  # jsonl, parquet: the file
@@ -43,7 +46,7 @@ class DataConfig:
     system: str | None = None  # a system message before every prompt
     suffix: str = ""  # appended to every user prompt, e.g. an instruction on the answer's form
     max_prompt_tokens: int = 1024
-    too_long: str = "drop"  # drop (with a count) | error
+    too_long: Literal["drop", "error"] = "drop"  # prompts over max_prompt_tokens: dropped with a count, or an error
     shuffle: bool = True
 
 
@@ -61,10 +64,10 @@ class AlgorithmConfig:
     clip_low: float = 0.2
     clip_high: float = 0.2
     clip_dual: float | None = 3.0  # bound on the loss of a negative advantage (dual clip); None: off
-    aggregation: str = "token_mean"  # token_mean | seq_mean_token_sum | seq_mean_token_mean | seq_mean_token_sum_norm
+    aggregation: Aggregation = "token_mean"  # how the loss is averaged over a mini-batch
     entropy_coefficient: float = 0.0  # bonus: subtracted from the loss
     kl_coefficient: float = 0.0  # KL to the reference in the loss; 0: no reference model is built
-    kl_estimator: str = "k3"  # k1 | k2 | k3 | abs
+    kl_estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
     epochs: int = 1  # passes over a step's samples
     mini_batches: int = 1  # optimizer steps in a pass
 
@@ -81,7 +84,7 @@ class ParallelConfig:
 class OptimizerConfig:
     lr: float = 1e-6
     min_lr: float = 0.0
-    schedule: str = "constant"  # constant | linear | cosine, after the warm-up
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # of the learning rate, after the warm-up
     warmup_steps: int = 0
     weight_decay: float = 0.0
     beta1: float = 0.9
@@ -96,7 +99,7 @@ class ActorConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     micro_batch_tokens: int = 8192  # at most so many tokens a micro-batch and rank (a longer sequence goes alone)
-    recompute: str = "none"  # none | selective | full: activations recomputed in the backward pass
+    recompute: Literal["none", "selective", "full"] = "none"  # activations recomputed in the backward pass
     logits_chunk_tokens: int = 1024  # response tokens whose logits exist at one time
     threads: int | None = None  # CPU threads a rank; None: cores / ranks
 
@@ -108,7 +111,7 @@ class RolloutConfig:
     top_p: float = 1.0
     top_k: int = -1
     max_new_tokens: int = 256
-    dtype: str | None = None  # of the engine's weights; None: the model's
+    dtype: Dtype | None = None  # of the engine's weights; None: the model's
     threads: int | None = None  # CPU threads of the engine; None: all cores
     max_total_tokens: int | None = None  # KV cache of the engine; None: chosen from the batch on CPU, SGLang's own choice on GPU
     engine: dict[str, Any] = field(default_factory=dict)  # any other SGLang engine argument, passed as it is
@@ -121,7 +124,7 @@ class RolloutConfig:
 @dataclass
 class ReshardConfig:
     bucket_mb: int = 256  # weights move in buckets of at most this size
-    verify: str = "full"  # full (every tensor's fingerprint after every sync) | sampled (a rotating eighth of them) | off
+    verify: Literal["full", "sampled", "off"] = "full"  # fingerprints compared after every sync: all, a rotating eighth, none
     probe: bool = False  # after every sync also compare log-probs of a probe sequence, trainer against engine
     probe_tolerance: float | None = None  # largest |difference|; None: 1e-5 for float32, 0.25 for bfloat16
 
@@ -142,7 +145,7 @@ class ObserveConfig:
 @dataclass
 class ExportConfig:
     hf: bool = True  # write the trained model as a Hugging Face folder at the end
-    dtype: str | None = None  # of the exported weights; None: the model's
+    dtype: Dtype | None = None  # of the exported weights; None: the model's
 
 
 @dataclass

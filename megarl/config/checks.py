@@ -1,0 +1,242 @@
+"""What can be seen to be wrong in a configuration's values alone: ranges, and settings that contradict each other.
+
+What needs the model, the data or the registries is checked in `megarl.controller.preflight`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from megarl.config.schema import Config, SourceConfig
+from megarl.errors import ConfigError
+
+# The legal values of every number, as intervals: "[1," is 1 and up, "(0,1]" is above 0 and at most 1.
+# None is legal wherever the schema allows it.
+RANGES = {
+    "run.steps": "[1,",
+    "data.prompts_per_step": "[1,",
+    "data.max_prompt_tokens": "[1,",
+    "data.train.size": "[1,",
+    "data.eval.size": "[1,",
+    "algorithm.clip_low": "(0,1)",
+    "algorithm.clip_high": "(0,",
+    "algorithm.clip_dual": "(1,",
+    "algorithm.entropy_coefficient": "[0,",
+    "algorithm.kl_coefficient": "[0,",
+    "algorithm.epochs": "[1,",
+    "algorithm.mini_batches": "[1,",
+    "actor.parallel.ranks": "[1,",
+    "actor.parallel.tensor": "[1,",
+    "actor.parallel.pipeline": "[1,",
+    "actor.optimizer.lr": "[0,",
+    "actor.optimizer.min_lr": "[0,",
+    "actor.optimizer.warmup_steps": "[0,",
+    "actor.optimizer.weight_decay": "[0,",
+    "actor.optimizer.beta1": "[0,1)",
+    "actor.optimizer.beta2": "[0,1)",
+    "actor.optimizer.eps": "(0,",
+    "actor.optimizer.clip_grad": "[0,",
+    "actor.micro_batch_tokens": "[1,",
+    "actor.logits_chunk_tokens": "[1,",
+    "actor.threads": "[1,",
+    "rollout.n": "[1,",
+    "rollout.temperature": "(0,",
+    "rollout.top_p": "(0,1]",
+    "rollout.max_new_tokens": "[1,",
+    "rollout.threads": "[1,",
+    "rollout.max_total_tokens": "[1,",
+    "rollout.start_timeout": "(0,",
+    "rollout.timeout": "(0,",
+    "reshard.bucket_mb": "[1,",
+    "reshard.probe_tolerance": "(0,",
+    "evaluation.every": "[0,",
+    "evaluation.max_new_tokens": "[1,",
+    "observe.samples_every": "[0,",
+    "cluster.port": "[1,65535]",
+    "cluster.object_store_mb": "[80,",  # Ray itself refuses less than 75 MiB
+    "cluster.worker_timeout": "(0,",
+}
+
+
+class Interval(NamedTuple):
+    """A range of numbers; `low_in` and `high_in` say whether the ends belong to it."""
+
+    low: float
+    high: float
+    low_in: bool
+    high_in: bool
+
+    @classmethod
+    def parse(cls, text: str) -> Interval:
+        low, high = text[1:].rstrip(")]").split(",")
+        return cls(float(low), float(high or "inf"), text[0] == "[", text[-1] == "]")
+
+    def __contains__(self, value: object) -> bool:
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            return False
+        above = value >= self.low if self.low_in else value > self.low
+        return above and (value <= self.high if self.high_in else value < self.high)
+
+    def __str__(self) -> str:
+        low = f"{'at least' if self.low_in else 'above'} {self.low:g}"
+        return low if self.high == math.inf else f"{low} and {'at most' if self.high_in else 'below'} {self.high:g}"
+
+
+def check(cfg: Config) -> None:
+    """Raises ConfigError with everything that is wrong with the values of a configuration."""
+    if found := problems(cfg):
+        raise ConfigError(found)
+
+
+def problems(cfg: Config) -> list[str]:
+    """One sentence for each thing that is wrong, with the smallest change that mends it; empty when all is well."""
+    found = list(_ranges(cfg))
+    if found:  # the other rules divide by these numbers
+        return [*found, *_sources(cfg), *_files(cfg)]
+    return [*_layout(cfg), *_batch(cfg), *_sampling(cfg), *_training(cfg), *_sources(cfg), *_files(cfg), *_cluster(cfg)]
+
+
+def _ranges(cfg: Config) -> Iterator[str]:
+    for key, text in RANGES.items():
+        value = _at(cfg, key)
+        interval = Interval.parse(text)
+        if value is not None and value not in interval:
+            yield f"{key} is {value}; it must be {interval}"
+    if cfg.rollout.top_k != -1 and cfg.rollout.top_k < 1:
+        yield f"rollout.top_k is {cfg.rollout.top_k}; it must be at least 1, or -1 for all tokens"
+
+
+def _at(cfg: object, key: str) -> object:
+    for part in key.split("."):
+        cfg = getattr(cfg, part, None)
+    return cfg
+
+
+def _layout(cfg: Config) -> Iterator[str]:
+    layout = cfg.actor.parallel
+    model_parallel = layout.tensor * layout.pipeline
+    if layout.ranks % model_parallel:
+        nearest = max(1, round(layout.ranks / model_parallel)) * model_parallel
+        yield (
+            f"actor.parallel.ranks={layout.ranks} does not divide by tensor*pipeline="
+            f"{layout.tensor}*{layout.pipeline}; set actor.parallel.ranks={nearest}"
+        )
+    if layout.sequence and layout.tensor == 1:
+        yield (
+            "actor.parallel.sequence=true splits over tensor-parallel ranks, and there is one; "
+            "set actor.parallel.sequence=false or actor.parallel.tensor=2"
+        )
+
+
+def _batch(cfg: Config) -> Iterator[str]:
+    samples = cfg.data.prompts_per_step * cfg.rollout.n
+    parts = cfg.algorithm.mini_batches
+    what = f"data.prompts_per_step*rollout.n={cfg.data.prompts_per_step}*{cfg.rollout.n}={samples} samples a step"
+    if samples % parts:
+        yield f"{what} do not divide into algorithm.mini_batches={parts}; set it to {_nearest_divisor(samples, parts)}"
+        return
+    layout = cfg.actor.parallel
+    groups = layout.ranks // (layout.tensor * layout.pipeline)
+    if samples // parts < groups:
+        yield (
+            f"a mini-batch has {samples // parts} samples ({what}, algorithm.mini_batches={parts}) for {groups} "
+            f"data-parallel ranks, which need one each; set data.prompts_per_step="
+            f"{math.ceil(groups * parts / cfg.rollout.n)} or more"
+        )
+    size = cfg.data.train.size
+    if size is not None and size < cfg.data.prompts_per_step:
+        yield (
+            f"data.train.size={size} is less than data.prompts_per_step={cfg.data.prompts_per_step}: one step would hold "
+            f"a problem twice; set data.prompts_per_step={size} or less"
+        )
+
+
+def _nearest_divisor(number: int, wanted: int) -> int:
+    return min((part for part in range(1, number + 1) if number % part == 0), key=lambda part: abs(part - wanted))
+
+
+def _sampling(cfg: Config) -> Iterator[str]:
+    room = cfg.rollout.max_total_tokens
+    need = cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
+    if room is not None and room < need:
+        yield (
+            f"rollout.max_total_tokens={room} cannot hold one sequence of data.max_prompt_tokens+rollout.max_new_tokens="
+            f"{need} tokens; set it to at least {need}"
+        )
+    elif room is not None and cfg.evaluation.max_new_tokens is not None:
+        need = cfg.data.max_prompt_tokens + cfg.evaluation.max_new_tokens
+        if room < need:
+            yield (
+                f"rollout.max_total_tokens={room} cannot hold one sequence of data.max_prompt_tokens+"
+                f"evaluation.max_new_tokens={need} tokens; set it to at least {need}"
+            )
+    if cfg.evaluation.every and cfg.data.eval is None:
+        yield f"evaluation.every={cfg.evaluation.every} but there is no data.eval; add one or set evaluation.every=0"
+
+
+def _training(cfg: Config) -> Iterator[str]:
+    optimizer = cfg.actor.optimizer
+    if optimizer.min_lr > optimizer.lr:
+        yield (
+            f"actor.optimizer.min_lr={optimizer.min_lr} is above actor.optimizer.lr={optimizer.lr}; "
+            f"set actor.optimizer.min_lr={optimizer.lr} or less"
+        )
+
+
+def _sources(cfg: Config) -> Iterator[str]:
+    yield from _source("data.train", cfg.data.train)
+    if cfg.data.eval is not None:
+        yield from _source("data.eval", cfg.data.eval)
+
+
+def _source(key: str, source: SourceConfig) -> Iterator[str]:
+    if source.kind == "reasoning_gym":
+        if not source.task:
+            yield f"{key}.kind=reasoning_gym needs {key}.task, the name of a task; set {key}.task=chain_sum"
+        if source.path:
+            yield f"{key}.path={source.path} is not read with {key}.kind=reasoning_gym; set {key}.kind=jsonl or parquet"
+        return
+    if not source.path:
+        yield f"{key}.kind={source.kind} needs {key}.path, the file with the prompts"
+    for name, value in (("task", source.task), ("task_args", source.task_args)):
+        if value:
+            yield f"{key}.{name} means nothing with {key}.kind={source.kind}; remove it or set {key}.kind=reasoning_gym"
+
+
+def _files(cfg: Config) -> Iterator[str]:
+    name = cfg.run.name
+    if not name or Path(name).name != name:
+        yield f"run.name={name!r} must be the plain name of a folder, without '/'; where runs go is run.root"
+    yield from _writable_folder("run.root", Path(cfg.run.root))
+    rollout = cfg.rollout
+    if rollout.replay and not Path(rollout.replay).expanduser().is_file():
+        yield f"rollout.replay={rollout.replay}: there is no such file; record one with rollout.record={rollout.replay}"
+    if rollout.record and rollout.replay:
+        yield "rollout.record and rollout.replay are both set: a replayed run has nothing to record; remove one of them"
+    elif rollout.record:
+        if Path(rollout.record).expanduser().is_dir():
+            yield f"rollout.record={rollout.record} is a folder; name a file in it"
+        else:
+            yield from _writable_folder("the folder of rollout.record", Path(rollout.record).parent)
+
+
+def _writable_folder(key: str, folder: Path) -> Iterator[str]:
+    """Problems with making files under a folder that may not exist yet. Nothing is created here."""
+    folder = folder.expanduser().absolute()
+    existing = next(place for place in (folder, *folder.parents) if place.exists() or place.is_symlink())
+    if not existing.is_dir():
+        yield f"{key} ({folder}) cannot be made: {existing} is not a folder; name another place"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        yield f"{key} ({folder}) cannot be written: no permission in {existing}; name another place"
+
+
+def _cluster(cfg: Config) -> Iterator[str]:
+    if cfg.cluster.address is not None and cfg.cluster.port is not None:
+        yield (
+            f"cluster.address={cfg.cluster.address} joins a Ray cluster and cluster.port={cfg.cluster.port} is for a new one; "
+            "remove one of them"
+        )
