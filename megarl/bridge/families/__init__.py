@@ -1,0 +1,1 @@
+"""One file a family: a module here that holds a `Family` is found by itself."""

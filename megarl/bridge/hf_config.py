@@ -1,0 +1,144 @@
+"""config.json, read strictly: a field that nobody understood is an error, since ignoring it would train another model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.bridge.family import Dims, Family
+from megarl.errors import UserError
+
+SIZES = {
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "ffn": "intermediate_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "vocab": "vocab_size",
+}
+
+READ = frozenset(
+    {
+        *SIZES.values(),
+        "max_position_embeddings",
+        "rms_norm_eps",
+        "rope_parameters",
+        "rope_scaling",
+        "rope_theta",
+        "tie_word_embeddings",
+    }
+)
+
+# Fields of every `transformers` config that say nothing about a causal language model's arithmetic.
+NEUTRAL = frozenset(
+    {
+        *("architectures", "model_type", "_name_or_path", "transformers_version", "transformers.js_config", "auto_map"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "tokenizer_class"),
+        *("torch_dtype", "dtype", "initializer_range", "use_cache", "_attn_implementation_autoset"),
+        *("output_attentions", "output_hidden_states", "return_dict", "chunk_size_feed_forward"),
+        *("id2label", "label2id", "problem_type"),
+        *("unsloth_fixed", "unsloth_version"),
+    }
+)
+# `transformers` writes these into every config; anything but the usual value would be another model.
+USUAL: Mapping[str, tuple[Any, ...]] = {
+    "is_encoder_decoder": (False, None),
+    "is_decoder": (False, None),
+    "add_cross_attention": (False, None),
+    "partial_rotary_factor": (1, None),
+}
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary positions as Megatron's GPTModel takes them."""
+
+    base: float
+    scaling_factor: float | None = None  # Llama 3.1's scaling
+    interpolation: float | None = None  # linear scaling: positions are divided by it
+
+    def model_args(self) -> dict[str, Any]:
+        args: dict[str, Any] = {"rotary_base": int(self.base) if float(self.base).is_integer() else self.base}
+        if self.scaling_factor is not None:
+            args |= {"rope_scaling": True, "rope_scaling_factor": self.scaling_factor}
+        if self.interpolation is not None:
+            args["seq_len_interpolation_factor"] = self.interpolation
+        return args
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a Hugging Face folder."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise UserError(f"{folder} holds no config.json, so it is not a Hugging Face model folder.")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}.") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{path} holds {type(config).__name__}, not an object.")
+    return config
+
+
+def check_fields(family: Family, config: Mapping[str, Any]) -> None:
+    """Refuses, all at once and by name, every field that is unknown or has a value the rules are not exact for."""
+    problems = []
+    requires = {**USUAL, **family.requires}
+    for key, value in config.items():
+        if key in requires:
+            allowed = requires[key]
+            # A list field (layer_types) holds one value a layer.
+            if not all(item in allowed for item in (value if isinstance(value, list) else [value])):
+                problems.append(f"{key} = {value!r} is not supported (supported: {', '.join(map(repr, allowed))})")
+        elif key == "quantization_config":
+            problems.append("the weights are quantised: give the unquantised checkpoint")
+        elif key not in READ | NEUTRAL | family.ignores:
+            problems.append(f"the field {key} = {value!r} is not understood")
+    if problems:
+        raise UserError(f"config.json of a {family.architecture}: {'; '.join(problems)}.")
+
+
+def read_dims(family: Family, config: Mapping[str, Any]) -> Dims:
+    """The sizes, with the family's own defaults for what config.json may leave out."""
+    sizes: dict[str, int] = {}
+    for name, key in SIZES.items():
+        value = config.get(key, family.defaults.get(key))
+        if value is None and key == "num_key_value_heads" and (key in config or key in family.defaults):
+            value = sizes["heads"]
+        if value is None and key == "head_dim":
+            value, rest = divmod(sizes["hidden"], sizes["heads"])
+            if rest:
+                raise UserError(f"config.json: hidden_size {sizes['hidden']} is no multiple of {sizes['heads']} heads.")
+        if value is None:
+            raise UserError(f"config.json of a {family.architecture} lacks {key}.")
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise UserError(f"config.json: {key} = {value!r} must be a positive whole number.")
+        sizes[name] = value
+    if sizes["heads"] % sizes["kv_heads"]:
+        raise UserError(
+            f"config.json: num_attention_heads {sizes['heads']} is no multiple of num_key_value_heads {sizes['kv_heads']}."
+        )
+    return Dims(**sizes)
+
+
+def read_rope(config: Mapping[str, Any]) -> Rope:
+    """Rotary base and scaling, as transformers 4 (rope_theta, rope_scaling) or 5 (rope_parameters) write them."""
+    fields = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
+    base = float(fields.pop("rope_theta", None) or config.get("rope_theta") or 10000.0)
+    kind = fields.pop("rope_type", None) or fields.pop("type", None) or "default"
+    fields.pop("type", None)
+    if fields.pop("partial_rotary_factor", None) not in (None, 1, 1.0):
+        raise UserError("config.json: a partial_rotary_factor other than 1 is not supported.")
+    if kind == "default" and not fields:
+        return Rope(base)
+    if kind == "linear" and set(fields) == {"factor"}:
+        return Rope(base, interpolation=float(fields["factor"]))
+    # Megatron has the other three numbers of Llama 3.1's scaling built in.
+    llama3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    if kind == "llama3" and {key: fields.get(key) for key in llama3} == llama3 and set(fields) == {*llama3, "factor"}:
+        return Rope(base, scaling_factor=float(fields["factor"]))
+    raise UserError(f"config.json: rope scaling of kind {kind!r} with {fields} is not supported.")

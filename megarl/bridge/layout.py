@@ -1,0 +1,90 @@
+"""How Hugging Face tensors lie in a tensor-parallel rank's Megatron tensor, as rectangular copies.
+
+A layout is two choices: how each Hugging Face tensor is cut over the ranks (`Split`), and how the cut parts are laid one
+after another into the rank's tensor (a join). Both only ever name regions, so loading, exporting and resharding are one set
+of rules read in one direction or the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import NamedTuple
+
+Shape = tuple[int, ...]
+
+
+class Copy(NamedTuple):
+    """A region of a Hugging Face tensor and the region of a rank's Megatron tensor that holds the same numbers."""
+
+    hf_name: str
+    hf: tuple[slice, ...]
+    local: tuple[slice, ...]
+
+
+class Split(Enum):
+    """What tensor parallelism cuts. ROWS and COLUMNS are axes 0 and 1 of the Hugging Face tensor."""
+
+    NONE = None  # every rank holds all of it
+    ROWS = 0
+    COLUMNS = 1
+
+
+class Piece(NamedTuple):
+    """Rows of one part, and where they go in the joined tensor. All counts are rows within a rank."""
+
+    part: int
+    source: int
+    target: int
+    length: int
+
+
+Join = Callable[[Sequence[int], int], list[Piece]]
+
+
+def stacked(rows: Sequence[int], groups: int) -> list[Piece]:
+    """Part after part: with one part the identity, with two gate over up."""
+    pieces, target = [], 0
+    for part, length in enumerate(rows):
+        pieces.append(Piece(part, 0, target, length))
+        target += length
+    return pieces
+
+
+def interleaved_by_group(rows: Sequence[int], groups: int) -> list[Piece]:
+    """Query group by query group, each as its queries, its key, its value: `[q…q k v] [q…q k v] …`."""
+    pieces, target = [], 0
+    for group in range(groups):
+        for part, length in enumerate(rows):
+            share = length // groups
+            pieces.append(Piece(part, group * share, target, share))
+            target += share
+    return pieces
+
+
+def uncovered(shape: Shape, regions: Sequence[tuple[slice, ...]]) -> str | None:
+    """None where `regions` cover every element of `shape` exactly once, else what is wrong, in words."""
+    boxes = [tuple((s.start, s.stop) for s in region) for region in regions]
+    for box in boxes:
+        if len(box) != len(shape) or any(not 0 <= start < stop <= size for (start, stop), size in zip(box, shape)):
+            return f"a region {box} lies outside of {shape}"
+    volume = sum(_volume(box) for box in boxes)
+    whole = _volume(tuple((0, size) for size in shape))
+    if volume < whole:
+        return f"{whole - volume} of {whole} elements are not covered"
+    # Sorted by their first axis, only neighbours whose first intervals meet can overlap.
+    boxes.sort()
+    for index, box in enumerate(boxes):
+        for other in boxes[index + 1 :]:
+            if other[0][0] >= box[0][1]:
+                break
+            if all(a[0] < b[1] and b[0] < a[1] for a, b in zip(box, other)):
+                return f"regions {box} and {other} overlap"
+    return None if volume == whole else f"{volume} elements are written for {whole}"
+
+
+def _volume(box: tuple[tuple[int, int], ...]) -> int:
+    total = 1
+    for start, stop in box:
+        total *= stop - start
+    return total
