@@ -150,8 +150,8 @@ def _batch(cfg: Config) -> Iterator[str]:
     size = cfg.data.train.size
     if size is not None and size < cfg.data.prompts_per_step:
         yield (
-            f"data.train.size={size} is less than data.prompts_per_step={cfg.data.prompts_per_step}: one step would hold "
-            f"a problem twice; set data.prompts_per_step={size} or less"
+            f"data.train.size={size} is less than data.prompts_per_step={cfg.data.prompts_per_step}: one step would "
+            f"hold a problem twice; set data.prompts_per_step={size} or less"
         )
 
 
@@ -164,8 +164,8 @@ def _sampling(cfg: Config) -> Iterator[str]:
     need = cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
     if room is not None and room < need:
         yield (
-            f"rollout.max_total_tokens={room} cannot hold one sequence of data.max_prompt_tokens+rollout.max_new_tokens="
-            f"{need} tokens; set it to at least {need}"
+            f"rollout.max_total_tokens={room} cannot hold one sequence of data.max_prompt_tokens+"
+            f"rollout.max_new_tokens={need} tokens; set it to at least {need}"
         )
     elif room is not None and cfg.evaluation.max_new_tokens is not None:
         need = cfg.data.max_prompt_tokens + cfg.evaluation.max_new_tokens
@@ -195,13 +195,9 @@ def _sources(cfg: Config) -> Iterator[str]:
 
 def _source(key: str, source: SourceConfig) -> Iterator[str]:
     if source.kind == "reasoning_gym":
-        if not source.task:
-            yield f"{key}.kind=reasoning_gym needs {key}.task, the name of a task; set {key}.task=chain_sum"
         if source.path:
             yield f"{key}.path={source.path} is not read with {key}.kind=reasoning_gym; set {key}.kind=jsonl or parquet"
         return
-    if not source.path:
-        yield f"{key}.kind={source.kind} needs {key}.path, the file with the prompts"
     for name, value in (("task", source.task), ("task_args", source.task_args)):
         if value:
             yield f"{key}.{name} means nothing with {key}.kind={source.kind}; remove it or set {key}.kind=reasoning_gym"
@@ -237,6 +233,6 @@ def _writable_folder(key: str, folder: Path) -> Iterator[str]:
 def _cluster(cfg: Config) -> Iterator[str]:
     if cfg.cluster.address is not None and cfg.cluster.port is not None:
         yield (
-            f"cluster.address={cfg.cluster.address} joins a Ray cluster and cluster.port={cfg.cluster.port} is for a new one; "
-            "remove one of them"
+            f"cluster.address={cfg.cluster.address} joins a Ray cluster, cluster.port={cfg.cluster.port} is for a new "
+            "one; remove one of them"
         )

@@ -1,7 +1,7 @@
 """Reads a configuration: YAML files composed by `base:`, then dotted overrides, against the schema.
 
-Every key of every file is checked where it stands, so that a message can name the file and the line and all problems are
-told at once. OmegaConf converts the values and resolves interpolations (`${rollout.n}`).
+Every key of every file is checked where it stands, so that a message can name the file and the line and all
+problems are told at once. OmegaConf converts the values and resolves interpolations (`${rollout.n}`).
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import difflib
 import re
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-import yaml
+import yaml  # type: ignore[import-untyped]
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -26,31 +26,53 @@ from megarl.errors import ConfigError
 Keys = tuple[str, ...]
 
 
-def load(path: str | Path, overrides: list[str] | None = None) -> Config:
+class Reading(NamedTuple):
+    """What could be read, and everything wrong with it.
+
+    `config` holds the readable settings and defaults for the others, so that further checks can go on and all
+    problems be told at once; None where a whole file or an interpolation failed. `unread` names the settings that were
+    not understood.
+    """
+
+    config: Config | None
+    problems: list[str]
+    unread: frozenset[str]
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """The configuration of a YAML file, with `a.b=value` overrides on top (values are YAML too).
 
     `base:` in a file names one file or a list of files, relative to that file, which it builds on: later ones win over
     earlier ones and the file wins over its bases. Raises ConfigError with everything that is wrong.
     """
-    problems: list[str] = []
-    layers = list(_read_file(Path(path).expanduser(), (), problems))
-    layers += [_read_override(text, problems) for text in overrides or []]
+    reading = read(path, overrides)
+    if reading.problems or reading.config is None:
+        raise ConfigError(reading.problems)
+    return reading.config
+
+
+def read(path: str | Path, overrides: Sequence[str] = ()) -> Reading:
+    """As `load`, but gives the problems back beside what could be read."""
+    faults = _Faults()
+    layers = list(_read_file(Path(path).expanduser(), (), faults))
+    layers += [_read_override(text, faults) for text in overrides]
     merged: dict[str, Any] = {}
     for layer in layers:
-        _merge(merged, _checked(Config, layer, layer.values, (), problems))
-    tree = OmegaConf.merge(OmegaConf.structured(Config), {})
+        _merge(merged, _checked(Config, layer, layer.values, (), faults))
+    broken = any(layer.broken for layer in layers)
     try:
-        tree = OmegaConf.merge(tree, merged)
-        missing = sorted(str(key) for key in OmegaConf.missing_keys(tree))
-        # A file that could not be read may well have set them: do not list its absence twice.
-        if not any(layer.broken for layer in layers):
-            problems += [f"{key} is not set; write it in the file or add {key}=... to the command" for key in missing]
-        if problems or missing:
-            raise ConfigError(problems)
-        return typing.cast(Config, OmegaConf.to_object(tree))
+        tree = OmegaConf.merge(OmegaConf.structured(Config), merged)
+        for key in sorted(map(str, OmegaConf.missing_keys(tree))):
+            if not broken and key not in faults.unread:  # a file that could not be read may well have set it
+                faults.problems.append(f"{key} is not set; write it in the file or add {key}=... to the command")
+            faults.unread.add(key)
+            OmegaConf.update(tree, key, "")
+        config = None if broken else typing.cast(Config, OmegaConf.to_object(tree))
     except OmegaConfBaseException as error:  # only interpolations are left to fail here
         key = f"{error.full_key}: " if getattr(error, "full_key", None) else ""
-        raise ConfigError([*problems, f"{key}{_first_line(error)}"]) from None
+        faults.problems.append(f"{key}{_first_line(error)}")
+        config = None
+    return Reading(config, faults.problems, frozenset(faults.unread))
 
 
 def dump(cfg: Config) -> str:
@@ -88,6 +110,12 @@ def describe(hint: Any) -> str:
     return " or ".join(describe(kind) for kind in get_args(hint))
 
 
+@dataclass
+class _Faults:
+    problems: list[str] = field(default_factory=list)
+    unread: set[str] = field(default_factory=set)
+
+
 @dataclass(frozen=True)
 class _Layer:
     """One file or one override: its values, and where each key stands."""
@@ -101,25 +129,25 @@ class _Layer:
         return f"{self.name}:{self.lines[path]}" if path in self.lines else self.name
 
 
-def _read_file(path: Path, above: tuple[Path, ...], problems: list[str]) -> Iterator[_Layer]:
+def _read_file(path: Path, above: tuple[Path, ...], faults: _Faults) -> Iterator[_Layer]:
     """The layers of a file, its bases first. `above` holds the files that led here."""
     real = path.resolve()
     if real in above:
         chain = " -> ".join(str(file) for file in (*above[above.index(real) :], real))
-        problems.append(f"{above[-1]}: base goes in a circle: {chain}; remove one of these base lines")
+        faults.problems.append(f"{above[-1]}: base goes in a circle: {chain}; remove one of these base lines")
         return
-    layer = _parse_file(path, above, problems)
+    layer = _parse_file(path, above, faults)
     bases = layer.values.pop("base", None) or []
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
-        problems.append(f"{layer.where(('base',))}: base must be one path or a list of paths, not {_shown(bases)}")
+        faults.problems.append(f"{layer.where(('base',))}: base must be a path or a list of paths, not {_shown(bases)}")
         bases = []
     for base in bases:
-        yield from _read_file(path.parent / Path(base).expanduser(), (*above, real), problems)
+        yield from _read_file(path.parent / Path(base).expanduser(), (*above, real), faults)
     yield layer
 
 
-def _parse_file(path: Path, above: tuple[Path, ...], problems: list[str]) -> _Layer:
+def _parse_file(path: Path, above: tuple[Path, ...], faults: _Faults) -> _Layer:
     broken = _Layer(str(path), {}, broken=True)
     named = f" (named as base in {above[-1]})" if above else ""
     try:
@@ -127,21 +155,21 @@ def _parse_file(path: Path, above: tuple[Path, ...], problems: list[str]) -> _La
         values = OmegaConf.to_container(OmegaConf.create(text)) if text.strip() else {}
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except FileNotFoundError:
-        problems.append(f"{path}: there is no such file{named}")
+        faults.problems.append(f"{path}: there is no such file{named}")
     except IsADirectoryError:
-        problems.append(f"{path}: this is a folder, not a YAML file{named}")
+        faults.problems.append(f"{path}: this is a folder, not a YAML file{named}")
     except OSError as error:
-        problems.append(f"{path}: cannot be read: {error.strerror}{named}")
+        faults.problems.append(f"{path}: cannot be read: {error.strerror}{named}")
     except UnicodeDecodeError:
-        problems.append(f"{path}: is not UTF-8 text{named}")
+        faults.problems.append(f"{path}: is not UTF-8 text{named}")
     except yaml.YAMLError as error:
-        problems.append(f"{_yaml_place(path, error)}: not valid YAML: {_yaml_reason(error)}")
+        faults.problems.append(f"{_yaml_place(path, error)}: not valid YAML: {_yaml_reason(error)}")
     except OmegaConfBaseException as error:
-        problems.append(f"{path}: {_first_line(error)}")
+        faults.problems.append(f"{path}: {_first_line(error)}")
     else:
         if isinstance(values, dict) and not (node and isinstance(node, yaml.ScalarNode)):
             return _Layer(str(path), values, dict(_lines(node, ())))
-        problems.append(f"{path}: must hold sections of `key: value` lines")
+        faults.problems.append(f"{path}: must hold sections of `key: value` lines")
     return broken
 
 
@@ -162,23 +190,23 @@ def _lines(node: yaml.Node | None, prefix: Keys) -> Iterator[tuple[Keys, int]]:
             yield from _lines(value, path)
 
 
-def _read_override(text: str, problems: list[str]) -> _Layer:
+def _read_override(text: str, faults: _Faults) -> _Layer:
     name = f"'{text}' on the command line"
     key, equals, value = text.partition("=")
     path = key.split(".")
     if not equals or not all(path):
-        problems.append(f"{name}: write an override as section.key=value")
+        faults.problems.append(f"{name}: write an override as section.key=value")
         return _Layer(name, {})
     if path[0] == "base":
-        problems.append(f"{name}: base can only stand in a file")
+        faults.problems.append(f"{name}: base can only stand in a file")
         return _Layer(name, {})
     try:
         tree = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]))
     except yaml.YAMLError as error:
-        problems.append(f"{name}: the value is not valid YAML: {_yaml_reason(error)}; put quotes around it")
+        faults.problems.append(f"{name}: the value is not valid YAML: {_yaml_reason(error)}; put quotes around it")
         return _Layer(name, {})
     except OmegaConfBaseException as error:
-        problems.append(f"{name}: {_first_line(error)}")
+        faults.problems.append(f"{name}: {_first_line(error)}")
         return _Layer(name, {})
     assert isinstance(tree, dict)
     values = tree["value"]
@@ -187,27 +215,27 @@ def _read_override(text: str, problems: list[str]) -> _Layer:
     return _Layer(name, values)
 
 
-def _checked(
-    section: type, layer: _Layer, values: dict[Any, Any], prefix: Keys, problems: list[str]
-) -> dict[str, Any]:
+def _checked(section: type, layer: _Layer, values: dict[Any, Any], prefix: Keys, faults: _Faults) -> dict[str, Any]:
     """The values of a layer that fit the schema, with a problem for each that does not."""
     hints = get_type_hints(section)
     good: dict[str, Any] = {}
     for key, value in values.items():
         path = (*prefix, str(key))
         if key not in hints:
-            problems.append(f"{layer.where(path)}: unknown key {'.'.join(path)}{_suggestion(section, path)}")
+            faults.problems.append(f"{layer.where(path)}: unknown key {'.'.join(path)}{_suggestion(section, path)}")
             continue
         hint = hints[key]
         inner = section_of(hint)
         if inner is not None and isinstance(value, dict):
-            good[key] = _checked(inner, layer, value, path, problems)
+            good[key] = _checked(inner, layer, value, path, faults)
             continue
         value = _unfold_boolean(hint, value)
         if _fits(section, inner, key, hint, value):
             good[key] = value
         else:
-            problems.append(f"{layer.where(path)}: {'.'.join(path)} must be {describe(hint)}, not {_shown(value)}")
+            dotted = ".".join(path)
+            faults.unread.add(dotted)
+            faults.problems.append(f"{layer.where(path)}: {dotted} must be {describe(hint)}, not {_shown(value)}")
     return good
 
 

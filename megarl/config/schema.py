@@ -17,7 +17,7 @@ class RunConfig:
     name: str = "run"  # names the run folder
     root: str = "runs"  # run folders are made under here, as NAME-YYYYmmdd-HHMMSS
     steps: int = 100  # optimisation steps
-    seed: int = 1
+    seed: int = 1  # of prompts' order and of sampling
 
 
 @dataclass
@@ -28,7 +28,7 @@ class ModelConfig:
 
 @dataclass
 class SourceConfig:
-    kind: Literal["reasoning_gym", "jsonl", "parquet"] = "reasoning_gym"
+    kind: Literal["reasoning_gym", "jsonl", "parquet"] = "reasoning_gym"  # where the problems come from
     task: str | None = None  # reasoning_gym: the name of the task, e.g. chain_sum
     task_args: dict[str, Any] = field(default_factory=dict)  # reasoning_gym: arguments of the task
     path: str | None = None  # jsonl, parquet: the file
@@ -40,20 +40,20 @@ class SourceConfig:
 
 @dataclass
 class DataConfig:
-    train: SourceConfig = field(default_factory=SourceConfig)
-    eval: SourceConfig | None = None
-    prompts_per_step: int = 8
+    train: SourceConfig = field(default_factory=SourceConfig)  # those also in eval are left out
+    eval: SourceConfig | None = None  # held-out problems, answered greedily
+    prompts_per_step: int = 8  # different problems a step, each sampled rollout.n times
     system: str | None = None  # a system message before every prompt
     suffix: str = ""  # appended to every user prompt, e.g. an instruction on the answer's form
-    max_prompt_tokens: int = 1024
+    max_prompt_tokens: int = 1024  # longest prompt, the chat template included
     too_long: Literal["drop", "error"] = "drop"  # prompts over max_prompt_tokens: dropped with a count, or an error
-    shuffle: bool = True
+    shuffle: bool = True  # another order of the training problems in every epoch; False: the order of the file
 
 
 @dataclass
 class RewardConfig:
     name: str = "last_number"  # a registered reward, or package.module.function
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the reward function
 
 
 @dataclass
@@ -61,13 +61,13 @@ class AlgorithmConfig:
     advantage: str = "grpo"  # a registered estimator, or package.module.function
     normalize_std: bool = True  # grpo: divide by the group's standard deviation (False: Dr.GRPO)
     policy_loss: str = "vanilla"  # a registered loss, or package.module.function
-    clip_low: float = 0.2
-    clip_high: float = 0.2
+    clip_low: float = 0.2  # the policy ratio counts down to 1 - clip_low
+    clip_high: float = 0.2  # the policy ratio counts up to 1 + clip_high
     clip_dual: float | None = 3.0  # bound on the loss of a negative advantage (dual clip); None: off
     aggregation: Aggregation = "token_mean"  # how the loss is averaged over a mini-batch
     entropy_coefficient: float = 0.0  # bonus: subtracted from the loss
     kl_coefficient: float = 0.0  # KL to the reference in the loss; 0: no reference model is built
-    kl_estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
+    kl_estimator: Literal["k1", "k2", "k3", "abs"] = "k3"  # how sampled tokens estimate the KL to the reference
     epochs: int = 1  # passes over a step's samples
     mini_batches: int = 1  # optimizer steps in a pass
 
@@ -75,21 +75,21 @@ class AlgorithmConfig:
 @dataclass
 class ParallelConfig:
     ranks: int = 1  # processes (GPUs) of this role; data parallel = ranks / (tensor * pipeline)
-    tensor: int = 1
-    pipeline: int = 1
+    tensor: int = 1  # tensor parallel: every layer cut over so many ranks
+    pipeline: int = 1  # pipeline parallel: the layers dealt out over so many ranks
     sequence: bool = False  # sequence parallel: activations split over the tensor-parallel ranks
 
 
 @dataclass
 class OptimizerConfig:
-    lr: float = 1e-6
-    min_lr: float = 0.0
+    lr: float = 1e-6  # peak learning rate of AdamW
+    min_lr: float = 0.0  # where linear and cosine end
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # of the learning rate, after the warm-up
-    warmup_steps: int = 0
-    weight_decay: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
+    warmup_steps: int = 0  # optimizer steps in which the learning rate rises from 0 to lr
+    weight_decay: float = 0.0  # decoupled, not on norms and biases
+    beta1: float = 0.9  # decay of the mean of gradients
+    beta2: float = 0.999  # decay of the mean of squared gradients
+    eps: float = 1e-8  # added to the root of the mean of squared gradients
     clip_grad: float = 1.0  # global gradient norm; 0: off
     distributed: bool = True  # shard optimizer states over the data-parallel ranks
 
@@ -101,19 +101,20 @@ class ActorConfig:
     micro_batch_tokens: int = 8192  # at most so many tokens a micro-batch and rank (a longer sequence goes alone)
     recompute: Literal["none", "selective", "full"] = "none"  # activations recomputed in the backward pass
     logits_chunk_tokens: int = 1024  # response tokens whose logits exist at one time
+    share_prompts: bool | None = None  # compute a prompt once for all its samples; None: where attention can (not TE)
     threads: int | None = None  # CPU threads a rank; None: cores / ranks
 
 
 @dataclass
 class RolloutConfig:
     n: int = 8  # samples a prompt
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    max_new_tokens: int = 256
+    temperature: float = 1.0  # of sampling; log-probs of training are at the same temperature
+    top_p: float = 1.0  # sample among the likeliest tokens that hold this probability together
+    top_k: int = -1  # sample among so many likeliest tokens; -1: all
+    max_new_tokens: int = 256  # longest response; a longer one is cut there
     dtype: Dtype | None = None  # of the engine's weights; None: the model's
     threads: int | None = None  # CPU threads of the engine; None: all cores
-    max_total_tokens: int | None = None  # KV cache of the engine; None: chosen from the batch on CPU, SGLang's own choice on GPU
+    max_total_tokens: int | None = None  # the engine's KV cache; None: from the batch on CPU, SGLang's choice on GPU
     engine: dict[str, Any] = field(default_factory=dict)  # any other SGLang engine argument, passed as it is
     record: str | None = None  # write every step's samples to this file
     replay: str | None = None  # take every step's samples from this file instead of generating
@@ -124,7 +125,7 @@ class RolloutConfig:
 @dataclass
 class ReshardConfig:
     bucket_mb: int = 256  # weights move in buckets of at most this size
-    verify: Literal["full", "sampled", "off"] = "full"  # fingerprints compared after every sync: all, a rotating eighth, none
+    verify: Literal["full", "sampled", "off"] = "full"  # fingerprints after a sync: all, a rotating eighth, none
     probe: bool = False  # after every sync also compare log-probs of a probe sequence, trainer against engine
     probe_tolerance: float | None = None  # largest |difference|; None: 1e-5 for float32, 0.25 for bfloat16
 
@@ -138,7 +139,7 @@ class EvaluationConfig:
 @dataclass
 class ObserveConfig:
     samples_every: int = 10  # steps between printed conversations; 0: never
-    tensorboard: bool = True
+    tensorboard: bool = True  # write TensorBoard files into the run folder
     progress: bool = True  # live display; plain lines where the terminal cannot
 
 
@@ -152,7 +153,7 @@ class ExportConfig:
 class ClusterConfig:
     address: str | None = None  # an existing Ray cluster; None: start one on this machine and stop it at the end
     port: int | None = None  # port of the Ray head that is started; None: a free one
-    object_store_mb: int = 512
+    object_store_mb: int = 512  # memory of Ray's object store, through which batches travel
     worker_timeout: float = 600.0  # seconds a worker may take to start or to answer one call
 
 

@@ -1,0 +1,122 @@
+"""The `megarl` command. Heavy parts are imported by the command that needs them, so that help and errors come at once.
+
+Exit codes: 0 done; 1 the run failed (RunError) or a bug; 2 the input is wrong (UserError); 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from megarl import __version__
+from megarl.errors import ConfigError, RunError, UserError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and answers its exit code; errors meant for the user are printed without a traceback."""
+    args = _parser().parse_args(argv)
+    try:
+        code: int = args.command(args)
+        return code
+    except ConfigError as error:
+        count = len(error.problems)
+        _complain(f"{args.what}: {count} problem{'s' if count != 1 else ''}")
+        for problem in error.problems:
+            print(f"  - {problem}", file=sys.stderr)
+        return 2
+    except UserError as error:
+        _complain(str(error))
+        return 2
+    except RunError as error:
+        _complain(str(error))
+        return 1
+    except KeyboardInterrupt:
+        _complain("interrupted")
+        return 130
+    except Exception:
+        traceback.print_exc()
+        _complain(f"this is a bug in megarl {__version__}; please report it with the lines above")
+        return 1
+
+
+def _complain(text: str) -> None:
+    print(f"megarl: {text}", file=sys.stderr)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megarl", description="Reinforcement learning for language models on Megatron-core, SGLang and Ray."
+    )
+    parser.add_argument("--version", action="version", version=f"megarl {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    train = commands.add_parser("train", help="train a model as a configuration file says")
+    train.add_argument("config", type=Path, metavar="CONFIG", help="a YAML file, e.g. configs/demo.yaml")
+    train.add_argument(
+        "overrides", nargs="*", metavar="KEY=VALUE", help="settings on top of the file, e.g. rollout.n=4 run.steps=10"
+    )
+    train.set_defaults(command=_train, what="the configuration cannot run")
+
+    doctor = commands.add_parser("doctor", help="say what this machine has and what is used in place of what it lacks")
+    doctor.set_defaults(command=_doctor, what="doctor")
+
+    models = commands.add_parser("models", help="get or make model folders").add_subparsers(
+        required=True, metavar="COMMAND"
+    )
+    listed = models.add_parser("list", help="the models that can be named in place of a folder")
+    listed.set_defaults(command=_models_list, what="models list")
+    get = models.add_parser("get", help="build a model folder in the cache, once, and print its path")
+    get.add_argument("name", metavar="NAME", help="a name of `megarl models list`, e.g. smollm2")
+    get.set_defaults(command=_models_get, what="models get")
+    tiny = models.add_parser("make-tiny", help="make a tiny random model with a small real tokenizer, for tests")
+    tiny.add_argument("family", metavar="FAMILY", help="llama, qwen2, qwen2-untied, qwen3")
+    tiny.add_argument("--out", type=Path, metavar="DIR", help="the folder to make (default: ./tiny-FAMILY)")
+    tiny.add_argument("--seed", type=int, default=0, help="of the random weights (default: 0)")
+    tiny.set_defaults(command=_models_make_tiny, what="models make-tiny")
+    return parser
+
+
+def _train(args: argparse.Namespace) -> int:
+    from megarl.controller.preflight import preflight_file
+
+    cfg, _ = preflight_file(args.config, args.overrides)
+    from megarl.controller.train import run  # imports Ray: only once nothing is left to complain about
+
+    return run(cfg)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from megarl.doctor import report
+
+    print(report())
+    return 0
+
+
+def _models_list(args: argparse.Namespace) -> int:
+    from megarl import models
+
+    print("\n".join(models.names()))
+    return 0
+
+
+def _models_get(args: argparse.Namespace) -> int:
+    from megarl import models
+
+    print(models.resolve(args.name))
+    return 0
+
+
+def _models_make_tiny(args: argparse.Namespace) -> int:
+    from megarl.models.tiny import make_tiny
+
+    folder = args.out or Path(f"tiny-{args.family}")
+    make_tiny(args.family, folder, seed=args.seed)
+    print(folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,224 @@
+"""Everything that can be known to be wrong before a process is started, told at once.
+
+Values alone are checked in `megarl.config.checks`; here they meet the model, the data, the registries and the machine.
+"""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl import config, models
+from megarl.bridge.model_map import ModelMap
+from megarl.config import Config
+from megarl.errors import ConfigError, UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from megarl.data import Sources
+
+MIB = 1 << 20
+SPARE_MIB = 64  # logs, samples and metrics of a run
+BYTES = {"bfloat16": 2, "float32": 4}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a checked configuration speaks of, opened: nobody needs to read it a second time."""
+
+    folder: Path  # the model's Hugging Face folder
+    model: ModelMap
+    tokenizer: PreTrainedTokenizerBase
+    sources: Sources
+
+
+def preflight(cfg: Config) -> Prepared:
+    """Checks a configuration against the model, the data and this machine. Raises ConfigError with every problem."""
+    return _Check(cfg).finish()
+
+
+def preflight_file(path: str | Path, overrides: list[str]) -> tuple[Config, Prepared]:
+    """Reads a configuration file and checks it, with the problems of both in one ConfigError."""
+    reading = config.read(path, overrides)
+    if reading.config is None:
+        raise ConfigError(reading.problems)
+    check = _Check(reading.config, reading.problems, reading.unread)
+    return reading.config, check.finish()
+
+
+class _Check:
+    """One pass over everything; `found` grows, and what one part opened the next may use."""
+
+    def __init__(self, cfg: Config, known: Collection[str] = (), unread: Collection[str] = ()):
+        self.cfg = cfg
+        # A setting that was not understood stands at its default here: what follows from that is not worth telling.
+        self.unread = unread
+        self.found = list(known)
+        self.folder: Path | None = None
+        self.model: ModelMap | None = None
+        self.tokenizer: PreTrainedTokenizerBase | None = None
+        self.sources: Sources | None = None
+
+    def finish(self) -> Prepared:
+        self._add(config.problems(self.cfg))
+        self._model()
+        self._names()
+        self._data()
+        self._add(_machine(self.cfg, self.model))
+        if self.found:
+            raise ConfigError(list(dict.fromkeys(self.found)))
+        assert self.folder and self.model and self.tokenizer and self.sources
+        return Prepared(self.folder, self.model, self.tokenizer, self.sources)
+
+    def _add(self, problems: Collection[str] | Iterator[str]) -> None:
+        self.found += [problem for problem in problems if not any(key in problem for key in self.unread)]
+
+    def _model(self) -> None:
+        if "model.path" in self.unread:
+            return
+        try:
+            self.folder = models.resolve(self.cfg.model.path)
+            self.model = ModelMap.from_hf(self.folder)
+            self.tokenizer = _tokenizer(self.folder)
+        except UserError as error:
+            self._add([f"model.path={self.cfg.model.path}: {error}"])
+        if self.model is not None:
+            self._add(_layout(self.cfg, self.model))
+
+    def _names(self) -> None:
+        cfg = self.cfg
+        from megarl.algorithms import get_advantage, get_policy_loss
+        from megarl.rewards import check_reward
+
+        self._add(check_reward(cfg.reward))
+        lookups: list[tuple[str, str, Callable[[str], object]]] = [
+            ("algorithm.advantage", cfg.algorithm.advantage, get_advantage),
+            ("algorithm.policy_loss", cfg.algorithm.policy_loss, get_policy_loss),
+        ]
+        for key, name, lookup in lookups:
+            try:
+                lookup(name)
+            except (ValueError, UserError) as error:
+                self._add([f"{key}={name}: {error}"])
+
+    def _data(self) -> None:
+        from megarl import data
+
+        cfg = self.cfg.data
+        splits = {"train": cfg.train} | ({"eval": cfg.eval} if cfg.eval else {})
+        if self.tokenizer is None or any(problem.startswith("data.") for problem in self.found):
+            # No prompt can be made, but the sources can still be read.
+            for split, source in splits.items():
+                if not any(f"data.{split}." in problem for problem in self.found):
+                    self._add(data.check_source(source, f"data.{split}"))
+            return
+        try:
+            self.sources = data.build(cfg, self.tokenizer, self.cfg.run.seed)
+        except ConfigError as error:
+            self._add(error.problems)
+        except UserError as error:
+            self._add([str(error)])
+        else:
+            self._add(_enough(cfg.prompts_per_step, len(self.sources.train)))
+            self._answers(self.sources)
+
+    def _answers(self, sources: Sources) -> None:
+        from megarl.rewards import Rewarder
+
+        try:
+            rewarder = Rewarder(self.cfg.reward, sources.train.template.tokenizer)
+        except ConfigError:  # told already, where the names were looked up
+            return
+        self._add(rewarder.check_answers(sources.train.problems))
+        if sources.eval is not None:
+            self._add(rewarder.check_answers(sources.eval.problems))
+
+
+def _enough(wanted: int, there: int) -> Iterator[str]:
+    if there < wanted:
+        yield (
+            f"data.train has {there} problems for data.prompts_per_step={wanted}: one step would hold a problem twice; "
+            f"set data.prompts_per_step={there} or less"
+        )
+
+
+def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # whatever transformers makes of a damaged file
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"its tokenizer cannot be read: {reason}") from error
+
+
+def _layout(cfg: Config, model: ModelMap) -> Iterator[str]:
+    layout = cfg.actor.parallel
+    legal = layout.tensor > 0 and layout.pipeline > 0  # else told already
+    for problem in model.check_layout(layout.tensor, layout.pipeline) if legal else []:
+        key = "tensor" if problem.startswith("tensor") else "pipeline"
+        yield f"actor.parallel.{key}={getattr(layout, key)}: {problem}"
+    context = model.model_args()["max_sequence_length"]
+    lengths = {"rollout.max_new_tokens": cfg.rollout.max_new_tokens}
+    if cfg.evaluation.max_new_tokens is not None:
+        lengths["evaluation.max_new_tokens"] = cfg.evaluation.max_new_tokens
+    for key, new in lengths.items():
+        if (total := cfg.data.max_prompt_tokens + new) <= context:
+            continue
+        prompts = context - new
+        change = f"data.max_prompt_tokens={prompts}" if prompts > 0 else f"{key}={max(1, context // 2)} or less"
+        yield (
+            f"data.max_prompt_tokens+{key}={cfg.data.max_prompt_tokens}+{new}={total} tokens are more than the "
+            f"{context} that the model was made for; set {change}"
+        )
+
+
+def _machine(cfg: Config, model: ModelMap | None) -> Iterator[str]:
+    """What this machine lacks; a cluster that exists already is not asked."""
+    parameters = sum(map(prod, model.hf_shapes.values())) if model is not None and cfg.export.hf else 0
+    size = parameters * BYTES[cfg.export.dtype or cfg.model.dtype]
+    yield from lacking_space("run.root", Path(cfg.run.root), SPARE_MIB * MIB + size)
+    if cfg.cluster.address is not None:
+        return
+    if Path("/dev/shm").is_dir() and (free := shutil.disk_usage("/dev/shm").free // MIB) < cfg.reshard.bucket_mb:
+        yield f"reshard.bucket_mb={cfg.reshard.bucket_mb} but /dev/shm has {free} MiB free; set reshard.bucket_mb lower"
+    if cfg.cluster.port is not None and 0 < cfg.cluster.port < 65536 and port_taken(cfg.cluster.port):
+        yield f"cluster.port={cfg.cluster.port} is taken by another program; leave it out to have a free one chosen"
+    yield from _gpus(cfg.actor.parallel.ranks)
+
+
+def lacking_space(key: str, folder: Path, needed: int) -> Iterator[str]:
+    """A sentence where the disk of a folder, which need not exist yet, has fewer than `needed` bytes free."""
+    folder = folder.expanduser().absolute()
+    existing = next(place for place in (folder, *folder.parents) if place.is_dir())
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        yield (
+            f"{key} ({folder}) has {free // MIB} MiB free and the run needs about {-(-needed // MIB)} MiB; "
+            "make room or name another place"
+        )
+
+
+def port_taken(port: int) -> bool:
+    """Whether somebody on this machine listens on a TCP port."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("0.0.0.0", port))
+        except OSError:
+            return True
+    return False
+
+
+def _gpus(ranks: int) -> Iterator[str]:
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else None
+    if gpus is not None and ranks > gpus:
+        yield f"actor.parallel.ranks={ranks} but this machine has {gpus} GPUs; set actor.parallel.ranks={gpus} or less"
