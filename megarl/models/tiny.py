@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megarl.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 VERSION = 1  # of the recipes: a cached model of another version is not used
 VOCAB = 419
@@ -53,16 +57,19 @@ def tiny_config(family: str, **overrides: Any) -> dict[str, Any]:
 
 def make_tiny(family: str, folder: str | Path, seed: int = 0, **overrides: Any) -> Path:
     """A Hugging Face folder with a random model of `family`, float32, under 3 MB. Refuses to overwrite."""
-    from safetensors.torch import save_file
+    import torch
 
-    from megarl.bridge.hf_io import new_folder
+    from megarl.bridge.folders import new_folder
+    from megarl.bridge.hf_io import HFWriter
     from megarl.bridge.model_map import ModelMap
     from megarl.models.tokenizer import CHATML, END, PAD, START, train_small, write_tokenizer
 
     config = tiny_config(family, **overrides)
     shapes = ModelMap.from_hf(config).hf_shapes
     with new_folder(Path(folder)) as building:
-        save_file(random_weights(shapes, seed), building / "model.safetensors", metadata={"format": "pt"})
+        with HFWriter(building, shapes, torch.float32) as writer:
+            for name, tensor in random_weights(shapes, seed):
+                writer.write(name, tensor)
         # The tokenizer keeps its size: a model may have more rows than its tokenizer has tokens, as Qwen's do.
         write_tokenizer(
             building,
@@ -80,16 +87,14 @@ def make_tiny(family: str, folder: str | Path, seed: int = 0, **overrides: Any) 
     return Path(folder)
 
 
-def random_weights(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, Any]:
+def random_weights(shapes: Mapping[str, tuple[int, ...]], seed: int) -> Iterator[tuple[str, Tensor]]:
     """Weights of these shapes under which activations and logits stay of order one."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
-    weights = {}
     for name, shape in shapes.items():
         noise = torch.randn(shape, generator=generator)
         if len(shape) > 1:
-            weights[name] = noise / math.sqrt(shape[-1])
+            yield name, noise / math.sqrt(shape[-1])
         else:
-            weights[name] = 0.3 * noise if name.endswith("bias") else 1.0 + 0.2 * noise
-    return weights
+            yield name, 0.3 * noise if name.endswith("bias") else 1.0 + 0.2 * noise

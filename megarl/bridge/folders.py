@@ -1,0 +1,46 @@
+"""Folders that are either whole or not there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megarl.errors import UserError
+
+
+@contextmanager
+def new_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """A folder to build in, which becomes `target` when the block ends well and vanishes when it does not.
+
+    So nothing half-written ever has the final name. Raises UserError where `target` exists and may not be replaced, or
+    where it cannot be made.
+    """
+    target = target.absolute()
+    empty = target.is_dir() and not any(target.iterdir())
+    if target.exists() and not overwrite and not empty:
+        raise UserError(f"{target} exists already and is not overwritten.")
+    building = target.with_name(f"{target.name}.tmp-{os.getpid()}")
+    replaced = target.with_name(f"{target.name}.old-{os.getpid()}")
+    try:
+        shutil.rmtree(building, ignore_errors=True)
+        try:
+            building.mkdir(parents=True)
+        except OSError as error:
+            raise UserError(f"{target} cannot be made: {error.strerror}.") from error
+        yield building
+        if target.exists():
+            target.rename(replaced)
+        building.rename(target)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def clear_unfinished(target: Path) -> None:
+    """Removes what killed builds of `target` left behind; only for a caller that knows that no build is going on."""
+    for suffix in ("tmp", "old"):
+        for leftover in target.parent.glob(f"{target.name}.{suffix}-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
