@@ -1,0 +1,63 @@
+"""From one value a token to one number a mini-batch, the same however the mini-batch is cut.
+
+A piece (a micro-batch, on a data-parallel rank) gives its part of the sum; the one divisor is of the whole mini-batch.
+So the parts add up to the loss, with nothing to reweight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.masking import as_mask, keep
+
+AGGREGATIONS = ("token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm")
+
+
+@dataclass(frozen=True)
+class Denominators:
+    """Counts over a whole mini-batch: every micro-batch of every data-parallel rank."""
+
+    tokens: float  # unmasked tokens
+    sequences: float  # sequences with at least one of them
+    max_length: float  # the length that seq_mean_token_sum_norm divides by
+
+    def of(self, mode: str) -> float:
+        """The divisor of this mode. 1 where nothing counts: the sum is 0 then, and 0 is the loss."""
+        divisor = {
+            "token_mean": self.tokens,
+            "token_sum": 1.0,
+            "seq_mean_token_sum": self.sequences,
+            "seq_mean_token_mean": self.sequences,
+            "seq_mean_token_sum_norm": self.sequences * self.max_length,
+        }
+        if mode not in divisor:
+            raise ValueError(f"no aggregation {mode!r}; there are {', '.join(AGGREGATIONS)}")
+        return divisor[mode] or 1.0
+
+
+def denominators(mask_BT: Tensor, max_length: int | None = None) -> Denominators:
+    """Count the whole mini-batch. max_length None: the longest sequence, up to its last unmasked token, so that padding
+    does not matter; Dr.GRPO takes the length that a response may have (arXiv:2503.20783, listing 1)."""
+    mask_BT = as_mask(mask_BT)
+    if max_length is None:
+        occupied = mask_BT.any(0).nonzero()
+        max_length = int(occupied[-1]) + 1 if len(occupied) else 0
+    return Denominators(float(mask_BT.sum()), float(mask_BT.any(-1).sum()), float(max_length))
+
+
+def aggregate(loss_BT: Tensor, mask_BT: Tensor, mode: str) -> Tensor:
+    """This piece's part of the mini-batch's sum, a scalar; `Denominators.of(mode)` divides it.
+
+    token_mean, token_sum, seq_mean_token_sum, seq_mean_token_sum_norm: the sum over unmasked tokens.
+    seq_mean_token_mean: the sum over sequences of their means. ValueError on another mode.
+    """
+    if mode not in AGGREGATIONS:
+        raise ValueError(f"no aggregation {mode!r}; there are {', '.join(AGGREGATIONS)}")
+    kept_BT = keep(loss_BT, mask_BT)
+    if mode != "seq_mean_token_mean":
+        return kept_BT.sum()
+    tokens_B = as_mask(mask_BT).sum(-1)
+    return torch.sum(kept_BT.sum(-1) / tokens_B.clamp(min=1))

@@ -1,0 +1,60 @@
+"""Statistics within groups of samples: unequal, interleaved, in any order, named by anything hashable."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Groups:
+    """B samples in groups. Reductions give each sample the value of its group, as a (B,) tensor.
+
+    group_B: the group's name of each sample.
+    counts_B: bool; a sample that does not count influences nobody's statistics.
+    """
+
+    def __init__(self, group_B: Sequence[Hashable] | Tensor | np.ndarray[tuple[int], np.dtype], counts_B: Tensor):
+        names = group_B.tolist() if isinstance(group_B, Tensor | np.ndarray) else list(group_B)
+        if len(names) != len(counts_B):
+            raise ValueError(f"group_B names {len(names)} samples, the rewards are for {len(counts_B)}")
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        # Hashing is Python's work; mapped in C it costs half a millisecond for 8192 samples.
+        index_B = torch.from_numpy(np.fromiter(map(numbers.__getitem__, names), np.int64, len(names)))
+        self.names = names
+        self.counts_B = counts_B
+        # Sorted runs and a segmented reduction: unlike scattered adds, the result is the same every time on a GPU.
+        self._order_B = index_B.argsort(stable=True).to(counts_B.device)
+        self._lengths_G = index_B.bincount(minlength=len(numbers)).to(counts_B.device)
+        self._index_B = index_B.to(counts_B.device)
+        self.size_B = self.sum(torch.ones(len(names), device=counts_B.device))
+        self.alone_B = self.size_B == 1
+
+    def sum(self, values_B: Tensor) -> Tensor:
+        return self._reduce(torch.where(self.counts_B, values_B, 0.0), "sum", 0.0)
+
+    def mean(self, values_B: Tensor) -> Tensor:
+        return self.sum(values_B) / self.size_B.clamp(min=1)
+
+    def min(self, values_B: Tensor) -> Tensor:
+        """0 in a group where nothing counts."""
+        least_B = self._reduce(torch.where(self.counts_B, values_B, float("inf")), "min", float("inf"))
+        return torch.where(self.size_B > 0, least_B, 0.0)
+
+    def centred(self, values_B: Tensor) -> Tensor:
+        """Values less their group's mean. Exactly 0 in a group of equal values: the mean is taken of the distance to
+        the smallest, which is then exactly 0, where a mean of the values would leave rounding noise."""
+        above_B = values_B - self.min(values_B)
+        return above_B - self.mean(above_B)
+
+    def std_of_centred(self, centred_B: Tensor) -> Tensor:
+        """Unbiased (n - 1) standard deviation of values that are centred already; 0 in a group of one."""
+        return (self.sum(centred_B.square()) / (self.size_B - 1).clamp(min=1)).sqrt()
+
+    def _reduce(self, values_B: Tensor, how: str, initial: float) -> Tensor:
+        if not len(values_B):
+            return values_B
+        sorted_B = values_B[self._order_B]
+        return torch.segment_reduce(sorted_B, how, lengths=self._lengths_G, initial=initial)[self._index_B]

@@ -1,0 +1,83 @@
+"""Named functions, and a user's own by their dotted path, checked against what the caller can give them."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Registry(Generic[F]):
+    """A decorator that registers, and a look-up that also takes "package.module.function".
+
+    kind: what the functions are, for messages.
+    inputs: names of the data the caller offers; the first one every function must take.
+    settings: names of the settings the caller offers. A parameter under another name needs a default.
+    """
+
+    def __init__(self, kind: str, inputs: Sequence[str], settings: Sequence[str]):
+        self.kind = kind
+        self.inputs = tuple(inputs)
+        self.settings = tuple(settings)
+        self._functions: dict[str, F] = {}
+
+    def __call__(self, name: str) -> Callable[[F], F]:
+        """`@registry("name")`. Raises ValueError where the name is taken or the signature does not fit."""
+
+        def register(function: F) -> F:
+            if self._functions.get(name, function) is not function:
+                raise ValueError(f"{self.kind} {name!r} is registered already")
+            self._check(name, function)
+            self._functions[name] = function
+            return function
+
+        return register
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(sorted(self._functions))
+
+    def get(self, name: str) -> F:
+        """The function of this name or dotted path. Raises ValueError with one sentence that says what is wrong."""
+        if name in self._functions:
+            return self._functions[name]
+        if "." not in name:
+            near = difflib.get_close_matches(name, self.names, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"no {self.kind} {name!r}{hint} There are {', '.join(self.names)}, or a dotted path")
+        module_name, _, attribute = name.rpartition(".")
+        try:
+            function = getattr(importlib.import_module(module_name), attribute)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ValueError(f"{self.kind} {name!r} cannot be imported: {error}") from error
+        self._check(name, function)
+        return function  # type: ignore[no-any-return]
+
+    def _check(self, name: str, function: Any) -> None:
+        if not callable(function):
+            raise ValueError(f"{self.kind} {name!r} is not a function")
+        parameters = inspect.signature(function).parameters.values()
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        if not takes_any and self.inputs[0] not in {p.name for p in parameters}:
+            raise ValueError(f"{self.kind} {name!r} does not take {self.inputs[0]}")
+        for parameter in parameters:
+            if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+                continue
+            offered = parameter.name in (*self.inputs, *self.settings)
+            if parameter.default is parameter.empty and (not offered or parameter.kind is parameter.POSITIONAL_ONLY):
+                raise ValueError(
+                    f"{self.kind} {name!r} asks for {parameter.name!r} by name or without a default; "
+                    f"what it can be given: {', '.join((*self.inputs, *self.settings))}"
+                )
+
+
+def call(function: Callable[..., Any], offered: Mapping[str, Any]) -> Any:
+    """Call `function` with those of the offered arguments that it takes, by name."""
+    parameters = inspect.signature(function).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return function(**offered)
+    return function(**{name: value for name, value in offered.items() if name in parameters})
