@@ -7,10 +7,6 @@ Entered at the start of a process, before Megatron or SGLang is imported there: 
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
-
-_STANDINS = Path(__file__).with_name("sglang_standins")
 
 
 def has_cuda() -> bool:
@@ -34,20 +30,18 @@ def enter_megatron() -> bool:
 
 
 def enter_sglang() -> bool:
-    """Make SGLang's CPU engine importable and runnable here and in the processes it spawns. Returns whether anything was done.
+    """Make SGLang's CPU engine importable and runnable in this process. Returns whether anything was done.
 
-    Must come before the first import of `sglang`: RuntimeError otherwise.
+    Must come before the first import of `sglang`: RuntimeError otherwise. Processes that SGLang spawns have to enter
+    themselves: see `megarl.rollout.host`.
     """
     if has_cuda():
         return False
-    path = str(_STANDINS)
-    if path in sys.path:
-        return True
-    if "sglang" in sys.modules:
-        raise RuntimeError("enter_sglang() must run before the first import of sglang")
+    from megarl.cpu import sglang_standins
+
+    sglang_standins.install()
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"  # SGLang takes the CPU for its device only when told so
     os.environ["TORCH_COMPILE_DISABLE"] = "1"  # no C++ builds by inductor, which take minutes and need a toolchain
-    sys.path.insert(0, path)  # multiprocessing's "spawn" hands sys.path on to SGLang's own processes
     return True
 
 

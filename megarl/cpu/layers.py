@@ -3,7 +3,7 @@ attention over packed sequences. Plain torch; each is also the readable referenc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -63,6 +63,10 @@ class _Bucket:
     prefix_of: torch.Tensor | None = None  # (B,) which prefix a segment continues
     mask: torch.Tensor | None = None  # (B, 1, L, Lp+L) additive float
 
+    def to(self, device: torch.device) -> _Bucket:
+        moved = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, torch.Tensor)}
+        return replace(self, **moved)
+
 
 class AttentionPlan:
     """Which packed rows attend to which, worked out once a micro-batch and used by every layer.
@@ -71,7 +75,7 @@ class AttentionPlan:
     one prompt share the prompt's computation.
     """
 
-    def __init__(self, segments: list[Segment], tokens: int, dtype: torch.dtype):
+    def __init__(self, segments: list[Segment], tokens: int, dtype: torch.dtype, device: torch.device):
         self.tokens = tokens
         plain = [s for s in segments if s.prefix is None]
         continued = [s for s in segments if s.prefix is not None]
@@ -83,8 +87,12 @@ class AttentionPlan:
             place[here] = bucket.inverse[here] + base
             base += bucket.index.numel()
         # Rows that belong to no segment (padding to the multiple sequence parallelism wants) read one extra row of zeros.
-        self.rows = base
-        self.place = torch.where(place < 0, base, place)
+        self.place = torch.where(place < 0, base, place).to(device)
+        real = place >= 0
+        inverse = torch.full((base + 1,), -1, dtype=torch.long)
+        inverse[place[real]] = torch.arange(tokens)[real]
+        self.inverse = inverse.to(device)
+        self.buckets = [b.to(device) for b in self.buckets]
 
     def _bucket(self, segments: list[Segment], dtype: torch.dtype) -> _Bucket:
         index, inverse, shape = _padded_index([(s.start, s.length) for s in segments], self.tokens)
@@ -160,10 +168,7 @@ class LocalCoreAttention(MegatronModule):
         outputs = [self._bucket(b, flat, sizes) for b in plan.buckets]
         outputs.append(query.new_zeros(1, self.hidden))
         rows = torch.cat(outputs)
-        inverse = torch.full((rows.shape[0],), -1, dtype=torch.long)
-        real = plan.place < plan.rows
-        inverse[plan.place[real]] = torch.arange(plan.tokens)[real]
-        return _Rows.apply(rows, plan.place, inverse)
+        return _Rows.apply(rows, plan.place, plan.inverse)
 
     def _bucket(self, bucket: _Bucket, flat, sizes) -> torch.Tensor:
         q, k, v = (

@@ -1,0 +1,218 @@
+"""One SGLang engine in a process of its own, as plain calls: start, generate, score, take new weights, stop."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from megarl.batch.sample import Prompt, Sample
+from megarl.cpu import process_env
+from megarl.errors import RunError, UserError
+from megarl.reshard.bucket import BucketSpec
+from megarl.rollout.sampling import Sampling
+
+_ERROR_LINE = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Exit|Interrupt)\b(?:: .*)?$")
+
+
+class Engine:
+    """A running engine. Every failure of it is one RunError (UserError where the user can mend it); nothing outlives it.
+
+    The weights start as the folder's, version 0.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        dtype: str = "bfloat16",
+        threads: int | None = None,
+        max_total_tokens: int | None = None,
+        seed: int = 1,
+        extra: dict[str, Any] | None = None,
+        start_timeout: float = 600.0,
+        log: str | Path | None = None,
+    ):
+        """Start an engine on a Hugging Face folder and wait until it answers.
+
+        threads: CPU cores it computes on (None: all). max_total_tokens: size of its KV cache in tokens (None: SGLang's choice
+        on a GPU, a moderate one on CPU). extra: any other SGLang engine argument, with the last word.
+        log: file for what SGLang prints (None: one that is gone with the engine; errors quote from it).
+        """
+        self._folder = tempfile.mkdtemp(prefix="megarl-engine-")
+        self._log = Path(log) if log else Path(self._folder, "log.txt")
+        self._dead: str | None = None
+        self._process, self._connection = self._spawn(threads or os.cpu_count() or 1)
+        settings = {
+            "model_path": str(model_path),
+            "dtype": dtype,
+            "max_total_tokens": max_total_tokens,
+            "seed": seed,
+            "extra": dict(extra or {}),
+        }
+        try:
+            self._info = self._call("start", settings, timeout=start_timeout)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _spawn(self, threads: int) -> tuple[subprocess.Popen[bytes], Connection]:
+        ours, theirs = socket.socketpair()
+        root = str(Path(__file__).parents[2])  # so that the package is found there as it was found here
+        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+        env = {**os.environ, **process_env(threads), "PYTHONPATH": path, "TMPDIR": self._folder, "HF_HUB_OFFLINE": "1"}
+        with theirs, self._log.open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "megarl.rollout.host", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # a signal from the terminal is for the controller, which stops engines in order
+            )
+        return process, Connection(ours.detach())
+
+    def ready(self) -> dict[str, Any]:
+        """Facts about the running engine: pid, context_length, max_total_tokens, sglang (its version), weight_version."""
+        return {**self._info, **self._call("state")}
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, group_suffix: str = "") -> list[Sample]:
+        """Sample `sampling.n` responses a prompt; a prompt's samples stand together and share a group.
+
+        Log-probs are those of the whole softmax at the sampling temperature, float32. A sampled end-of-sequence token is part
+        of the response. A response never reaches beyond the context length; UserError for a prompt that leaves no room.
+        """
+        answers = self._call("generate", [prompt.token_ids for prompt in prompts], sampling)
+        samples, seen = [], dict.fromkeys((prompt.uid for prompt in prompts), 0)
+        for index, prompt in enumerate(prompts):
+            seen[prompt.uid] += 1
+            again = f"#{seen[prompt.uid]}" if seen[prompt.uid] > 1 else ""  # the same problem twice: two groups
+            for ids, log_probs, reason, version in answers[index * sampling.n : (index + 1) * sampling.n]:
+                samples.append(
+                    Sample(
+                        uid=prompt.uid,
+                        group=f"{prompt.uid}{group_suffix}{again}",
+                        prompt_ids=list(prompt.token_ids),
+                        response_ids=ids,
+                        loss_mask=[1] * len(ids),
+                        rollout_log_probs=log_probs,
+                        stop_reason=reason,
+                        weight_version=version,
+                        payload={**prompt.payload, "answer": prompt.answer},
+                    )
+                )
+        return samples
+
+    def score(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probs (temperature 1) of every token but the first, given those before it: one list of len - 1 a sequence."""
+        return self._call("score", [list(ids) for ids in token_ids])
+
+    def begin_update(self, version: int) -> None:
+        """Open a weight update. Until `end_update` has succeeded the engine refuses to generate."""
+        self._call("begin_update", version)
+
+    def load_bucket(self, bucket: BucketSpec) -> None:
+        """Copy a bucket's tensors into the engine's weights. The file may be reused or removed afterwards.
+
+        Raises RunError naming the tensor that the model does not have, or has in another shape or dtype.
+        """
+        self._call("load_bucket", bucket)
+
+    def end_update(self) -> dict[str, int]:
+        """Close the update and forget what was cached under the old weights.
+
+        Returns the fingerprints, read back from the engine's own parameters, of the buckets that asked for them.
+        Raises RunError when a tensor of the model was not among the buckets.
+        """
+        return self._call("end_update")
+
+    def release_memory(self) -> None:
+        """Give the GPU memory of weights and cache back (needs enable_memory_saver); without effect on CPU."""
+        self._call("release_memory")
+
+    def resume_memory(self) -> None:
+        """Take the memory again. The weights have to be loaded anew."""
+        self._call("resume_memory")
+
+    def shutdown(self) -> None:
+        """Stop the engine and everything it started. Can be called again, and after any failure."""
+        self._connection.close()
+        _kill_session(self._process.pid)
+        self._process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._dead = self._dead or "it was shut down"
+
+    def _call(self, method: str, *arguments: Any, timeout: float | None = None) -> Any:
+        if self._dead:
+            raise RunError(f"the SGLang engine is not running: {self._dead}")
+        doing = "while starting" if method == "start" else f"during {method}"
+        try:
+            self._connection.send((method, arguments))
+            if not self._connection.poll(timeout):
+                self._fail(f"the SGLang engine did not answer within {timeout:.0f} s {doing}")
+            answer = self._connection.recv()
+        except (EOFError, OSError):
+            code = self._process.wait()
+            self._fail(f"the SGLang engine died {doing} ({_exit(code)})")
+        if answer[0] == "ok":
+            return answer[1]
+        raise (UserError if answer[1] == "user" else RunError)(f"the SGLang engine refused {method}: {answer[2]}")
+
+    def _fail(self, what: str) -> None:
+        """Raise `what` with the last error that stands in the engine's log; the engine is gone for good."""
+        self._dead = what
+        reason = last_error(self._log)
+        self.shutdown()
+        raise RunError(f"{what}: {reason}" if reason else what)
+
+
+def last_error(log: Path) -> str:
+    """The last line of a log that names an exception, else its last line, else ''; the first cause where there are several."""
+    try:
+        lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    except OSError:
+        return ""
+    errors = [line for line in lines if _ERROR_LINE.match(line) and not line.startswith(("EOFError", "KeyboardInterrupt"))]
+    return (errors or lines or [""])[-1][:500]
+
+
+def _exit(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    return f"signal {signal.Signals(-code).name}" + (", often for want of memory" if code == -signal.SIGKILL else "")
+
+
+def _kill_session(leader: int) -> None:
+    """Kill every process of a session that `leader` started; returns when they are gone."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(leader, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            return
+        if not _alive_in_group(leader):
+            return
+        time.sleep(0.02)
+
+
+def _alive_in_group(group: int) -> bool:
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            try:
+                fields = Path(entry.path, "stat").read_text().rpartition(")")[2].split()
+            except OSError:  # it ended while we looked
+                continue
+            if int(fields[2]) == group and fields[0] not in "ZX":
+                return True
+    return False

@@ -1,0 +1,85 @@
+"""The process of one engine: `python -m megarl.rollout.host FD`, started by `megarl.rollout.engine.Engine` and by nothing else.
+
+SGLang kills its parent's whole process tree when a scheduler fails. So the engine lives here, in a session of its own: what
+dies with it is this process, and the other end of the socket FD sees that as an end of file. The other way round, when the
+other end goes away however suddenly, this process and all that it started are killed at once.
+
+Requests are (method, arguments) for `megarl.rollout.server.Server`; answers are ("ok", value) or ("error", kind, message).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+from multiprocessing.connection import Connection
+from typing import Any
+
+from megarl.cpu import enter_sglang
+from megarl.errors import RunError, UserError
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Let the kernel kill this process when its parent is gone (Linux)."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    try:
+        os.kill(os.getsid(0), 0)  # the host leads the session; it may have died before the line above
+    except ProcessLookupError:
+        os._exit(1)
+
+
+def die_with_other_end(descriptor: int) -> None:
+    """Kill this session, and its folder of temporary files, as soon as the other end of a socket is closed."""
+
+    def watch() -> None:
+        poller = select.poll()
+        poller.register(descriptor, select.POLLRDHUP)
+        poller.poll()
+        shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
+        os.killpg(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True, name="other-end").start()
+
+
+def serve(connection: Connection) -> None:
+    """Build the server from the first message, then answer one request after the other."""
+    server: Any = None
+
+    def start(settings: dict[str, Any]) -> dict[str, Any]:
+        nonlocal server
+        from megarl.rollout.server import Server
+
+        server = Server(**settings)
+        return server.info()
+
+    while True:
+        method, arguments = connection.recv()
+        try:
+            answer = ("ok", start(*arguments) if method == "start" else getattr(server, method)(*arguments))
+        except UserError as error:
+            answer = ("error", "user", str(error))
+        except RunError as error:
+            answer = ("error", "run", str(error))
+        except Exception as error:  # whatever SGLang raises: the caller decides, this process goes on
+            import traceback
+
+            traceback.print_exc()
+            answer = ("error", "run", f"{type(error).__name__}: {error}")
+        connection.send(answer)
+
+
+if __name__ == "__mp_main__":  # a process that SGLang spawned: Python imports the parent's main module first
+    die_with_parent()
+    enter_sglang()
+
+if __name__ == "__main__":
+    die_with_other_end(int(sys.argv[1]))
+    enter_sglang()
+    serve(Connection(int(sys.argv[1])))

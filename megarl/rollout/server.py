@@ -1,0 +1,226 @@
+"""SGLang's engine behind the few calls that a trainer needs. Lives in the host process, see `megarl.rollout.host`."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import sglang
+import torch
+from sglang.srt.entrypoints.engine import Engine as SGLangEngine
+from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
+from sglang.srt.server_args import ServerArgs
+
+from megarl.cpu import has_cuda
+from megarl.errors import RunError, UserError
+from megarl.reshard.bucket import BucketSpec
+from megarl.rollout import loader
+from megarl.rollout.sampling import Sampling
+
+Response = tuple[list[int], list[float], str, int]  # token ids, log-probs, stop reason, weight version
+
+# What a machine without CUDA needs, and what was measured to be best there.
+_ON_CPU: dict[str, Any] = {
+    "device": "cpu",
+    "attention_backend": "torch_native",  # replaced by megarl.cpu.attention, which is registered under this name
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "disable_cuda_graph": True,
+    "max_total_tokens": 16384,
+    "max_running_requests": 256,
+}
+
+
+class _Quiet(SGLangEngine):
+    """Without the detokenizer's process: token ids go in and out, so it would only cost start-up time and memory."""
+
+    @classmethod
+    def _launch_detokenizer_subprocesses(cls, server_args: Any, port_args: Any, run_detokenizer_process_func: Any) -> Any:
+        return [], []
+
+
+class Server:
+    """The arguments are those of `megarl.rollout.engine.Engine`."""
+
+    def __init__(self, model_path: str, dtype: str, max_total_tokens: int | None, seed: int, extra: dict[str, Any]):
+        self.stop_token_ids = end_tokens(Path(model_path))
+        self.engine = _Quiet(**engine_arguments(model_path, dtype, max_total_tokens, seed, extra))
+        limits = self.engine._scheduler_init_result.scheduler_infos[0]
+        self.max_total_tokens = int(limits["max_total_num_tokens"])
+        self.context_length = int(self.engine.tokenizer_manager.context_len)
+        self.version = 0
+        self.updating: int | None = None  # the version that is being loaded
+        self.broken = ""  # why the weights can not be trusted
+        self.expected: set[str] = set()
+        self.loaded: set[str] = set()
+        self.fingerprints: dict[str, int] = {}
+
+    def info(self) -> dict[str, Any]:
+        return {
+            "pid": os.getpid(),
+            "sglang": sglang.__version__,
+            "context_length": self.context_length,
+            "max_total_tokens": self.max_total_tokens,
+            "stop_token_ids": self.stop_token_ids,
+        }
+
+    def state(self) -> dict[str, Any]:
+        return {"weight_version": self.version, "updating": self.updating is not None}
+
+    # ---- sampling
+
+    def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[Response]:
+        self._check_weights()
+        if not prompts:
+            return []
+        room = min(self.context_length, self.max_total_tokens) - 1
+        for ids in prompts:
+            if not ids or len(ids) >= room:
+                raise UserError(f"a prompt has {len(ids)} tokens; 1 to {room - 1} are possible with this engine")
+        common = {
+            "n": sampling.n,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "stop_token_ids": [*self.stop_token_ids, *sampling.stop_token_ids],
+        }
+        each = [{**common, "max_new_tokens": min(sampling.max_new_tokens, room - len(ids))} for ids in prompts]
+        answers = self.engine.generate(input_ids=prompts, sampling_params=each, return_logprob=True)
+        return [_response(answer) for answer in answers]
+
+    def score(self, token_ids: list[list[int]]) -> list[list[float]]:
+        self._check_weights()
+        if not token_ids:
+            return []
+        answers = self.engine.generate(
+            input_ids=token_ids,
+            sampling_params={"temperature": 1.0, "max_new_tokens": 0},
+            return_logprob=True,
+            logprob_start_len=0,
+        )
+        return [[float(entry[0]) for entry in answer["meta_info"]["input_token_logprobs"][1:]] for answer in answers]
+
+    def _check_weights(self) -> None:
+        if self.updating is not None:
+            raise RunError(f"the update to weight version {self.updating} has not ended")
+        if self.broken:
+            raise RunError(f"its weights are not to be trusted: {self.broken}")
+
+    # ---- weights
+
+    def begin_update(self, version: int) -> None:
+        _accepted(self.engine.begin_weight_update())
+        self.updating, self.broken = version, ""
+        self.expected, self.loaded, self.fingerprints = set(), set(), {}
+
+    def load_bucket(self, bucket: BucketSpec) -> None:
+        request = Path(tempfile.gettempdir(), "bucket.json")
+        loader.write_request(request, bucket)
+        try:
+            _accepted(
+                self.engine.update_weights_from_tensor(
+                    [(str(request), torch.zeros(1))], load_format=loader.FORMAT, flush_cache=False
+                )
+            )
+            report = loader.read_report(request)
+        except RunError as error:
+            self._give_up(str(error))
+            raise
+        self.expected.update(report["expected"])
+        self.loaded.update(item.name for item in bucket.tensors)
+        self.fingerprints.update(report["fingerprints"])
+
+    def end_update(self) -> dict[str, int]:
+        if missing := sorted(self.expected - self.loaded):
+            some = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+            self._give_up(f"the update brought no {some}")
+            raise RunError(self.broken)
+        _accepted(self.engine.end_weight_update())
+        version, self.updating = self.updating, None
+        self.version = int(version if version is not None else self.version)
+        flushed = self.engine.flush_cache()  # keys and values of the old weights must not serve the new ones
+        if not flushed.success:
+            self.broken = f"the cache of the old weights was not flushed ({flushed.message})"
+            raise RunError(self.broken)
+        renamed = UpdateWeightVersionReqInput(new_version=str(self.version), abort_all_requests=False)
+        self._run(self.engine.tokenizer_manager.update_weight_version(renamed))
+        return self.fingerprints
+
+    def _give_up(self, why: str) -> None:
+        """Leave the update, so that another one can begin; until one succeeds nothing is sampled."""
+        if self.updating is not None:
+            self.engine.end_weight_update()
+            self.broken, self.updating = why, None
+
+    def release_memory(self) -> None:
+        self.engine.release_memory_occupation()
+        self.broken = "its memory was released and nothing was loaded since"
+
+    def resume_memory(self) -> None:
+        self.engine.resume_memory_occupation()
+
+    def _run(self, coroutine: Any) -> Any:
+        loop: asyncio.AbstractEventLoop = self.engine.loop
+        return loop.run_until_complete(coroutine)
+
+
+def _response(answer: dict[str, Any]) -> Response:
+    meta = answer["meta_info"]
+    reason = meta["finish_reason"]["type"]
+    if reason not in ("stop", "length", "abort"):
+        raise RunError(f"a response ended for an unknown reason: {meta['finish_reason']}")
+    log_probs = [float(entry[0]) for entry in meta["output_token_logprobs"]]
+    ids = list(answer["output_ids"])
+    if len(ids) != len(log_probs):
+        raise RunError(f"a response has {len(ids)} tokens but {len(log_probs)} log-probs")
+    return ids, log_probs, reason, int(meta["weight_version"])
+
+
+def _accepted(answer: Any) -> None:
+    """SGLang answers (False, why) instead of raising."""
+    success, message = answer[0], answer[1]
+    if not success:
+        raise RunError(str(message))
+
+
+def end_tokens(folder: Path) -> list[int]:
+    """End-of-sequence tokens that a model folder names: generation_config.json's and config.json's."""
+    found: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        if path.is_file():
+            value = json.loads(path.read_text()).get("eos_token_id")
+            found += value if isinstance(value, list) else [] if value is None else [value]
+    return sorted(set(found))
+
+
+def engine_arguments(
+    model_path: str, dtype: str, max_total_tokens: int | None, seed: int, extra: dict[str, Any]
+) -> dict[str, Any]:
+    """SGLang's arguments: ours, then the CPU's where there is no CUDA, then `extra`. UserError for an unknown one."""
+    known = set(ServerArgs.__struct_fields__)
+    for name in extra:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; the nearest that it has is {near[0]}" if near else ""
+            raise UserError(f"SGLang {sglang.__version__} has no engine argument {name}{hint}")
+    arguments: dict[str, Any] = {
+        "model_path": model_path,
+        "dtype": dtype,
+        "random_seed": seed,
+        "skip_tokenizer_init": True,
+        "custom_weight_loader": [loader.FORMAT],
+        "sleep_on_idle": True,  # else an idle engine keeps a core busy with polling
+        "weight_version": "0",
+        "log_level": "error",
+    }
+    if not has_cuda():
+        arguments |= _ON_CPU
+    if max_total_tokens is not None:
+        arguments["max_total_tokens"] = max_total_tokens
+    return arguments | extra
