@@ -1,0 +1,67 @@
+"""The Ray cluster of a run: joined, or started here and taken down again whatever happens."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megarl.config.schema import ClusterConfig
+from megarl.errors import RunError
+
+
+@contextmanager
+def cluster(settings: ClusterConfig, logs: Path) -> Iterator[None]:
+    """A running Ray for the block. After a failure the logs of Ray's processes are kept in `logs`."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"  # an actor without GPUs must not lose sight of CPU-only settings
+    os.environ["RAY_DEDUP_LOGS"] = "0"
+    if settings.port is not None:
+        os.environ["RAY_GCS_SERVER_PORT"] = str(settings.port)
+    import ray
+
+    # Unix sockets live below this folder and their paths may not exceed 107 characters, hence not the run folder.
+    scratch = Path(tempfile.mkdtemp(prefix="megarl-ray-", dir="/tmp")) if settings.address is None else None
+    try:
+        _start(ray, settings, scratch)
+        yield
+    except BaseException:
+        if scratch is not None:
+            _keep_logs(scratch, logs)
+        raise
+    finally:
+        ray.shutdown()
+        if scratch is not None:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _start(ray: Any, settings: ClusterConfig, scratch: Path | None) -> None:
+    common: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
+    try:
+        if scratch is None:
+            ray.init(address=settings.address, **common)
+        else:
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                object_store_memory=settings.object_store_mb << 20,
+                _temp_dir=str(scratch),
+                **common,
+            )
+    except Exception as error:
+        where = f"at {settings.address}" if scratch is None else "on this machine"
+        port = f" (is port {settings.port} free?)" if scratch is not None and settings.port else ""
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise RunError(f"Ray could not be {'joined' if scratch is None else 'started'} {where}{port}: {first}") from error
+
+
+def _keep_logs(scratch: Path, logs: Path) -> None:
+    """What the workers printed is the only witness of a crash. Files without content are left out."""
+    for source in scratch.glob("session_2*/logs/*"):
+        if source.is_file() and source.stat().st_size and source.name.startswith(("worker-", "raylet.", "gcs_server.")):
+            logs.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source, logs / source.name)

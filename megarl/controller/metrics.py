@@ -1,0 +1,55 @@
+"""A step in numbers, under flat names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from megarl.batch import Batch
+
+
+@dataclass
+class StepMetrics:
+    """Collects what the parts of a step said."""
+
+    def of(
+        self, batch: Batch, update: Mapping[str, float], sync: Mapping[str, float], seconds: Mapping[str, float]
+    ) -> dict[str, float]:
+        """Means are over samples (reward, response) or over response tokens that the loss counts (the rest)."""
+        mask = torch.as_tensor(batch["loss_mask"]) > 0
+        gap = (torch.as_tensor(batch["old_log_probs"]) - torch.as_tensor(batch["rollout_log_probs"]))[mask].abs()
+        rewards = torch.as_tensor(batch["reward"], dtype=torch.float32)
+        lengths = batch.response_lengths.float()
+        cut = sum(reason == "length" for reason in batch["stop_reason"])
+        step = sum(seconds.values())
+        tokens = int(batch.total_lengths.sum())
+        metrics = {
+            "reward/mean": float(rewards.mean()),
+            "reward/std": float(rewards.std(unbiased=False)),
+            "reward/accuracy": float((rewards >= 1.0).float().mean()),
+            "reward/groups_all_equal": _all_equal(batch, rewards),
+            "response/length_mean": float(lengths.mean()),
+            "response/length_max": float(lengths.max()),
+            "response/clipped_fraction": cut / len(batch),
+            "mismatch/abs_mean": float(gap.mean()) if len(gap) else 0.0,
+            "mismatch/abs_max": float(gap.max()) if len(gap) else 0.0,
+            "throughput/tokens_per_second": tokens / step,
+            "throughput/samples_per_second": len(batch) / step,
+        }
+        metrics |= {f"actor/{_NAMES.get(k, k)}": v for k, v in update.items()}
+        metrics |= sync
+        metrics |= {f"time/{name}": value for name, value in seconds.items()}
+        return metrics | {"time/step": step}
+
+
+_NAMES = {"kl_loss": "kl"}
+
+
+def _all_equal(batch: Batch, rewards: torch.Tensor) -> float:
+    """Share of groups whose samples all have one reward: they teach a group-relative estimator nothing."""
+    groups: dict[object, set[float]] = {}
+    for group, reward in zip(batch["group"], rewards.tolist(), strict=True):
+        groups.setdefault(group, set()).add(reward)
+    return sum(len(values) == 1 for values in groups.values()) / max(len(groups), 1)

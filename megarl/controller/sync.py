@@ -1,0 +1,65 @@
+"""Weights from the actor into the engines, and the proof that they arrived."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megarl.batch import Batch, Sample
+from megarl.controller.engines import EngineGroup
+from megarl.controller.workers import WorkerGroup
+from megarl.errors import RunError
+from megarl.reshard.colocated import Colocated
+
+_TOLERANCE = {"float32": 1e-5, "bfloat16": 0.25}  # bfloat16: two different orders of rounding, no more is promised
+_PROBE_TOKENS = 48
+
+
+@dataclass
+class WeightSync:
+    """`push` returns when every engine has the actor's weights, proved by fingerprints and on request by log-probs."""
+
+    actor: WorkerGroup
+    engines: EngineGroup
+    transfer: Colocated
+    dtype: str
+    probe: bool
+    probe_tolerance: float | None
+    vocabulary: int
+    largest_difference: float = 0.0
+
+    def push(self, version: int) -> dict[str, float]:
+        """Metrics of the sync. Raises RunError where anything did not arrive."""
+        metrics = self.transfer.push(self.actor, self.engines, version).metrics()
+        return metrics | (self.probe_engines() if self.probe else {})
+
+    def probe_engines(self) -> dict[str, float]:
+        """Compare log-probs of one fixed random sequence, trainer against every engine."""
+        ids = torch.randint(0, self.vocabulary, (_PROBE_TOKENS,), generator=torch.Generator().manual_seed(20)).tolist()
+        sample = Sample(
+            uid="probe",
+            group="probe",
+            prompt_ids=ids[:1],
+            response_ids=ids[1:],
+            loss_mask=[1] * (len(ids) - 1),
+            rollout_log_probs=[0.0] * (len(ids) - 1),
+            stop_reason="length",
+            weight_version=0,
+            reward=None,
+            payload={},
+        )
+        # Every data-parallel rank needs a sample.
+        batch = Batch.from_samples([sample] * self.actor.data_size)
+        ours = self.actor.score(batch)["log_probs"][: len(ids) - 1]
+        worst = 0.0
+        for number, theirs in enumerate(self.engines.score([ids])):
+            difference = float((ours - torch.tensor(theirs[0], dtype=torch.float32)).abs().max())
+            worst = max(worst, difference)
+            limit = self.probe_tolerance if self.probe_tolerance is not None else _TOLERANCE[self.dtype]
+            if not difference <= limit:
+                raise RunError(
+                    f"weight sync: engine {number} answers the probe with log-probs up to {difference:.2e} away from the "
+                    f"trainer's; at most {limit:.0e} is rounding"
+                )
+        return {"reshard/probe_abs_max": worst}

@@ -1,0 +1,149 @@
+"""All ranks of the trainer as one object: shards go out, answers come back in the batch's order."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+
+from megarl import cpu
+from megarl.algorithms import denominators
+from megarl.batch import Batch
+from megarl.batch.packing import prompt_runs
+from megarl.batch.plan import balance
+from megarl.config import Config
+from megarl.controller.calls import wait_for
+from megarl.reshard.bucket import BucketSpec
+from megarl.roles.worker import Worker
+
+
+class WorkerGroup:
+    """The actor and, where the recipe has one, the reference, on `actor.parallel.ranks` processes."""
+
+    def __init__(self, config: Config, folder: Path, total_updates: int):
+        self.config = config
+        parallel = config.actor.parallel
+        self.data_size = parallel.ranks // (parallel.tensor * parallel.pipeline)
+        self._timeout = config.cluster.worker_timeout
+        threads = config.actor.threads or max(1, (os.cpu_count() or 1) // parallel.ranks)
+        options = {"num_gpus": 0.5} if torch.cuda.is_available() else {"num_cpus": 0}
+        remote = ray.remote(Worker).options(
+            runtime_env={"env_vars": cpu.process_env(threads)}, max_concurrency=1, **options
+        )
+        self.actors = [remote.remote(config, str(folder)) for _ in range(parallel.ranks)]
+        self._total_updates = total_updates
+        self._pending: list[Any] = []
+        self.places: list[dict[str, Any]] = []
+
+    def start(self) -> None:
+        """Begin building on all ranks; `ready` waits for it, so that engines can start beside."""
+        address, port = wait_for([self.actors[0].address.remote()], "trainer rank 0", self._timeout)[0]
+        world = len(self.actors)
+        self._pending = [
+            actor.start.remote(rank, world, address, port, self._total_updates) for rank, actor in enumerate(self.actors)
+        ]
+
+    def ready(self) -> None:
+        self.places = wait_for(self._pending, "starting the trainer", self._timeout)
+
+    def log_probs(self, batch: Batch) -> Batch:
+        """`old_log_probs`, `entropy` (RESPONSE fields)."""
+        return self._forward("log_probs", "log-probs", batch)
+
+    def score(self, batch: Batch) -> Batch:
+        """`log_probs` (RESPONSE field) at temperature 1."""
+        return self._forward("score", "log-probs of the probe", batch)
+
+    def update(self, batch: Batch) -> dict[str, float]:
+        """The optimizer steps of one step of training: `epochs` passes over `mini_batches` parts of the batch.
+
+        Metrics of the step: means over its updates, maxima over them.
+        """
+        a = self.config.algorithm
+        needed = batch.select(["tokens", *_fields(self.config)])
+        results = [self._one_update(part) for _ in range(a.epochs) for part in needed.split(a.mini_batches)]
+        merged: dict[str, float] = {}
+        for key in results[0]:
+            values = [r[key] for r in results]
+            merged[key] = max(values) if key.endswith("_max") else sum(values) / len(values)
+        return merged
+
+    def write(self, bucket: BucketSpec) -> None:
+        self._all("write", "writing weights", bucket)
+
+    def fingerprints(self, names: Sequence[str], dtype: str) -> list[dict[str, int]]:
+        return self._all("fingerprints", "fingerprinting weights", list(names), dtype)
+
+    def _one_update(self, part: Batch) -> dict[str, float]:
+        shards, _ = self._shards(part)
+        totals = denominators(part.padded("loss_mask"))
+        references = [ray.put(shard) for shard in shards]
+        calls = [
+            actor.update.remote(references[place["data"]], totals) for actor, place in zip(self.actors, self.places, strict=True)
+        ]
+        answers = wait_for(calls, "update", self._timeout)
+        metrics = {k: answers[0][k] for k in ("grad_norm", "lr", "applied")}
+        primaries = [a for a, place in zip(answers, self.places, strict=True) if place["primary"]]
+        for key in sorted({k for a in primaries for k in a if "/" in k}):
+            values = [a[key] for a in primaries if key in a]
+            kind, name = key.split("/", 1)
+            metrics[name] = max(values) if kind == "max" else sum(values)
+        return metrics
+
+    def _forward(self, method: str, what: str, batch: Batch) -> Batch:
+        shards, order = self._shards(batch.select(["tokens"]))
+        references = [ray.put(shard) for shard in shards]
+        calls = [
+            getattr(actor, method).remote(references[place["data"]])
+            for actor, place in zip(self.actors, self.places, strict=True)
+        ]
+        answers = wait_for(calls, what, self._timeout)
+        parts: list[Batch | None] = [None] * self.data_size
+        for answer, place in zip(answers, self.places, strict=True):
+            if place["primary"]:
+                parts[place["data"]] = answer
+        joined = Batch.concat([p for p in parts if p is not None and len(p)])
+        return joined.take(torch.argsort(order))
+
+    def _shards(self, batch: Batch) -> tuple[list[Batch], torch.Tensor]:
+        """One part a data-parallel rank, of like cost, samples of a prompt together; and the order they lie in."""
+        lengths = batch.total_lengths.tolist()
+        runs = prompt_runs(batch)
+        if len(runs) < self.data_size:
+            runs = [[i] for i in range(len(batch))]
+        parts = balance([sum(lengths[i] for i in run) for run in runs], self.data_size)
+        indices = [torch.tensor([i for r in part for i in runs[r]], dtype=torch.long) for part in parts]
+        return [batch.take(i) for i in indices], torch.cat(indices)
+
+    def _all(self, method: str, what: str, *arguments: Any) -> list[Any]:
+        return wait_for([getattr(a, method).remote(*arguments) for a in self.actors], what, self._timeout)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.actors)
+
+
+class Reference:
+    """The reference model of the recipe, on the actor's ranks."""
+
+    def __init__(self, group: WorkerGroup):
+        self._group = group
+
+    def log_probs(self, batch: Batch) -> Batch:
+        """`ref_log_probs` (RESPONSE field)."""
+        return self._group._forward("reference_log_probs", "reference log-probs", batch)
+
+
+class NoReference:
+    """For recipes without a reference: has nothing to say."""
+
+    def log_probs(self, batch: Batch) -> Batch:
+        return batch.select([])
+
+
+def _fields(config: Config) -> list[str]:
+    fields = ["old_log_probs", "advantages", "loss_mask"]
+    return [*fields, "ref_log_probs"] if config.algorithm.kl_coefficient > 0 else fields

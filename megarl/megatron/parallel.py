@@ -1,0 +1,79 @@
+"""Process groups of a rank: torch.distributed and Megatron's tensor / pipeline / data grid, over NCCL or gloo."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands in the grid. `primary` is the one rank of its data-parallel group that answers for it."""
+
+    rank: int
+    world: int
+    tensor: int
+    tensor_size: int
+    pipeline: int
+    pipeline_size: int
+    data: int
+    data_size: int
+
+    @property
+    def primary(self) -> bool:
+        return self.tensor == 0 and self.pipeline == self.pipeline_size - 1
+
+    @property
+    def last_stage(self) -> bool:
+        return self.pipeline == self.pipeline_size - 1
+
+
+def device() -> torch.device:
+    """The device this rank computes on."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def start(
+    rank: int, world: int, address: str, port: int, *, tensor: int, pipeline: int, seed: int, timeout: float = 600.0
+) -> Place:
+    """Join the job: one process group for the world, Megatron's grid over it, and the random states of the rank.
+
+    `timeout` (seconds) bounds every collective, so that a dead peer is an error and not a hang.
+    """
+    if torch.cuda.is_available():
+        torch.cuda.set_device(0)  # Ray shows each worker its own device as number 0
+    dist.init_process_group(
+        "nccl" if torch.cuda.is_available() else "gloo",
+        init_method=f"tcp://{address}:{port}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=timeout),
+    )
+    mpu.initialize_model_parallel(
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipeline,
+        distributed_timeout_minutes=max(1, int(timeout // 60)),
+        create_gloo_process_groups=True,
+    )
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    return Place(
+        rank=rank,
+        world=world,
+        tensor=mpu.get_tensor_model_parallel_rank(),
+        tensor_size=tensor,
+        pipeline=mpu.get_pipeline_model_parallel_rank(),
+        pipeline_size=pipeline,
+        data=mpu.get_data_parallel_rank(),
+        data_size=mpu.get_data_parallel_world_size(),
+    )
+
+
+def stop() -> None:
+    """Leave the job."""
+    mpu.destroy_model_parallel()
+    dist.destroy_process_group()
