@@ -6,9 +6,10 @@ Exit codes: 0 done; 1 the run failed (RunError) or a bug; 2 the input is wrong (
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megarl import __version__
@@ -16,14 +17,18 @@ from megarl.errors import ConfigError, RunError, UserError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and answers its exit code; errors meant for the user are printed without a traceback."""
+    """Runs one command and answers its exit code. A wrong command line ends in argparse's own SystemExit(2)."""
     args = _parser().parse_args(argv)
+    return guarded(args.what, lambda: args.command(args))
+
+
+def guarded(what: str, command: Callable[[], int]) -> int:
+    """The exit code of a command; errors for the user are printed without a traceback. `what` heads a list."""
     try:
-        code: int = args.command(args)
-        return code
+        return command()
     except ConfigError as error:
         count = len(error.problems)
-        _complain(f"{args.what}: {count} problem{'s' if count != 1 else ''}")
+        _complain(f"{what}: {count} problem{'s' if count != 1 else ''}")
         for problem in error.problems:
             print(f"  - {problem}", file=sys.stderr)
         return 2
@@ -82,10 +87,12 @@ def _parser() -> argparse.ArgumentParser:
 def _train(args: argparse.Namespace) -> int:
     from megarl.controller.preflight import preflight_file
 
-    cfg, _ = preflight_file(args.config, args.overrides)
+    # A console script does not look into the folder it is run in, where a user's own rewards and estimators lie.
+    sys.path.append(os.getcwd())
+    cfg, prepared = preflight_file(args.config, args.overrides)
     from megarl.controller.train import run  # imports Ray: only once nothing is left to complain about
 
-    return run(cfg)
+    return run(cfg, prepared)
 
 
 def _doctor(args: argparse.Namespace) -> int:

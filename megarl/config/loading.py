@@ -163,7 +163,7 @@ def _parse_file(path: Path, above: tuple[Path, ...], faults: _Faults) -> _Layer:
     except UnicodeDecodeError:
         faults.problems.append(f"{path}: is not UTF-8 text{named}")
     except yaml.YAMLError as error:
-        faults.problems.append(f"{_yaml_place(path, error)}: not valid YAML: {_yaml_reason(error)}")
+        faults.problems.append(f"{_yaml_place(path, text, error)}: not valid YAML: {_yaml_reason(error)}")
     except OmegaConfBaseException as error:
         faults.problems.append(f"{path}: {_first_line(error)}")
     else:
@@ -173,9 +173,10 @@ def _parse_file(path: Path, above: tuple[Path, ...], faults: _Faults) -> _Layer:
     return broken
 
 
-def _yaml_place(path: Path, error: yaml.YAMLError) -> str:
+def _yaml_place(path: Path, text: str, error: yaml.YAMLError) -> str:
     mark = getattr(error, "problem_mark", None)
-    return f"{path}:{mark.line + 1}" if mark else str(path)
+    # Where the end came too soon, the mark may stand after the last line.
+    return f"{path}:{min(mark.line + 1, len(text.splitlines()))}" if mark else str(path)
 
 
 def _yaml_reason(error: yaml.YAMLError) -> str:

@@ -5,6 +5,7 @@ Values alone are checked in `megarl.config.checks`; here they meet the model, th
 
 from __future__ import annotations
 
+import inspect
 import shutil
 import socket
 from collections.abc import Callable, Collection, Iterator
@@ -97,15 +98,18 @@ class _Check:
         from megarl.rewards import check_reward
 
         self._add(check_reward(cfg.reward))
-        lookups: list[tuple[str, str, Callable[[str], object]]] = [
+        lookups: list[tuple[str, str, Callable[[str], Callable[..., object]]]] = [
             ("algorithm.advantage", cfg.algorithm.advantage, get_advantage),
             ("algorithm.policy_loss", cfg.algorithm.policy_loss, get_policy_loss),
         ]
         for key, name, lookup in lookups:
             try:
-                lookup(name)
-            except (ValueError, UserError) as error:
+                function = lookup(name)
+            except Exception as error:  # a user's own module may fail in any way while it is imported
                 self._add([f"{key}={name}: {error}"])
+                continue
+            if key == "algorithm.advantage":
+                self._add(_group(cfg, function))
 
     def _data(self) -> None:
         from megarl import data
@@ -138,6 +142,15 @@ class _Check:
         self._add(rewarder.check_answers(sources.train.problems))
         if sources.eval is not None:
             self._add(rewarder.check_answers(sources.eval.problems))
+
+
+def _group(cfg: Config, estimator: Callable[..., object]) -> Iterator[str]:
+    """An estimator takes only what it uses: one that takes the groups compares samples within them."""
+    if cfg.rollout.n == 1 and "group_B" in inspect.signature(estimator).parameters:
+        yield (
+            f"rollout.n=1 leaves a sample alone in its group, and algorithm.advantage={cfg.algorithm.advantage} "
+            "compares within groups: every advantage would be 0; set rollout.n=2 or more"
+        )
 
 
 def _enough(wanted: int, there: int) -> Iterator[str]:

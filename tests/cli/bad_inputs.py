@@ -1,0 +1,173 @@
+"""Bad inputs of `megarl train`, and what it must say about each. Shared by the test and the process that runs them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+ROW = '{"prompt": "1+1", "answer": "2"}\n'
+# Thousands of characters: more tokens than any limit below.
+LONG = json.dumps({"prompt": "seven eight nine ten " * 100, "answer": "2"}) + "\n"
+
+CONFIG = """\
+run: {{root: {root}}}
+model: {{path: tiny-qwen3, dtype: float32}}
+data:
+  prompts_per_step: 4
+  max_prompt_tokens: 64
+  train: {{kind: jsonl, path: {root}/train.jsonl}}
+rollout: {{n: 4, max_new_tokens: 16}}
+reward: {{name: exact_match}}
+"""
+
+
+class Bad(NamedTuple):
+    """Overrides, and for each problem that must be listed a piece of its sentence. `{root}` is the test's folder."""
+
+    overrides: tuple[str, ...]
+    said: tuple[str, ...]
+
+
+def bad(*overrides: str, said: str | tuple[str, ...]) -> Bad:
+    return Bad(overrides, (said,) if isinstance(said, str) else said)
+
+
+CASES = {
+    "unknown key": bad(
+        "rollout.temprature=1", said="unknown key rollout.temprature; did you mean rollout.temperature?"
+    ),
+    "unknown section": bad("roll.n=1", said="unknown key roll; did you mean rollout?"),
+    "wrong type": bad("rollout.n=many", said="rollout.n must be a whole number, not 'many'"),
+    "wrong choice": bad("data.too_long=ignore", said="data.too_long must be one of drop, error, not 'ignore'"),
+    "no assignment": bad("rollout.n", said="write an override as section.key=value"),
+    "out of range": bad(
+        "rollout.top_p=1.5",
+        "actor.optimizer.beta1=1",
+        "rollout.temperature=0",
+        "actor.parallel.tensor=0",
+        "rollout.top_k=0",
+        said=(
+            "rollout.top_p is 1.5; it must be above 0 and at most 1",
+            "actor.optimizer.beta1 is 1.0; it must be at least 0 and below 1",
+            "rollout.temperature is 0.0; it must be above 0",
+            "actor.parallel.tensor is 0; it must be at least 1",
+            "rollout.top_k is 0; it must be at least 1, or -1 for all tokens",
+        ),
+    ),
+    "not a number": bad("actor.optimizer.lr=.nan", said="actor.optimizer.lr is nan; it must be at least 0"),
+    "tensor parallel and KV heads": bad(
+        "actor.parallel.tensor=3",
+        "actor.parallel.ranks=3",
+        said="actor.parallel.tensor=3: tensor parallelism 3 does not divide the model's 2 key-value heads",
+    ),
+    "pipeline parallel and layers": bad(
+        "actor.parallel.pipeline=3",
+        "actor.parallel.ranks=3",
+        said="actor.parallel.pipeline=3: pipeline parallelism 3 does not divide the model's 4 layers",
+    ),
+    "ranks": bad(
+        "actor.parallel.ranks=3",
+        "actor.parallel.tensor=2",
+        said="actor.parallel.ranks=3 does not divide by tensor*pipeline=2*1; set actor.parallel.ranks=4",
+    ),
+    "sequence parallel alone": bad("actor.parallel.sequence=true", said="actor.parallel.sequence=true splits over"),
+    "batch does not divide": bad(
+        "algorithm.mini_batches=3",
+        said="=4*4=16 samples a step do not divide into algorithm.mini_batches=3; set it to 2",
+    ),
+    "fewer samples than ranks": bad(
+        "algorithm.mini_batches=16",
+        "actor.parallel.ranks=2",
+        said="a mini-batch has 1 samples (data.prompts_per_step*rollout.n=4*4=16 samples a step, algorithm.mini_batches="
+        "16) for 2 data-parallel ranks, which need one each; set data.prompts_per_step=8 or more",
+    ),
+    "n=1 within a group": bad("rollout.n=1", said="rollout.n=1 leaves a sample alone in its group"),
+    "no model folder": bad("model.path={root}/none", said="There is no model folder {root}/none"),
+    "no config.json": bad("model.path={root}/empty", said="{root}/empty holds no config.json"),
+    "no tokenizer": bad("model.path={root}/mute", said="{root}/mute holds no tokenizer"),
+    "no weights": bad("model.path={root}/light", said="{root}/light holds no weights"),
+    "a damaged tokenizer": bad("model.path={root}/torn", said="its tokenizer cannot be read"),
+    "beyond the context": bad(
+        "rollout.max_new_tokens=500",
+        said="data.max_prompt_tokens+rollout.max_new_tokens=64+500=564 tokens are more than the 512 that the model was "
+        "made for; set data.max_prompt_tokens=12",
+    ),
+    "KV cache too small": bad("rollout.max_total_tokens=70", said="set it to at least 80"),
+    "no data file": bad("data.train.path={root}/none.jsonl", said="{root}/none.jsonl: no such file"),
+    "no data path": bad("data.train.path=null", said="a jsonl source needs `path`"),
+    "a malformed line": bad("data.train.path={root}/torn.jsonl", said="{root}/torn.jsonl:2: malformed JSON"),
+    "a missing key": bad(
+        "data.train.prompt_key=question",
+        said=tuple(f"{{root}}/train.jsonl:{n}: no key 'question'" for n in (1, 2, 3, 4)),
+    ),
+    "an empty data set": bad("data.train.path={root}/empty.jsonl", said="{root}/empty.jsonl is empty"),
+    "a prompt too long": bad("data.train.path={root}/long.jsonl", "data.too_long=error", said="{root}/long.jsonl:5 ("),
+    "all prompts too long": bad("data.max_prompt_tokens=1", said="prompts are longer than data.max_prompt_tokens=1"),
+    "fewer problems than a step takes": bad(
+        "data.train.path={root}/long.jsonl",
+        "data.prompts_per_step=5",
+        said="data.train has 4 problems for data.prompts_per_step=5",
+    ),
+    "unknown task": bad(
+        "data.train={kind: reasoning_gym, task: chain_sums, path: null}", said="did you mean 'chain_sum'?"
+    ),
+    "settings of another source": bad(
+        "data.train.task=chain_sum", said="data.train.task means nothing with data.train.kind=jsonl"
+    ),
+    "unknown estimator": bad("algorithm.advantage=grpoo", said="did you mean 'grpo'?"),
+    "unknown loss": bad("algorithm.policy_loss=vanila", said="did you mean 'vanilla'?"),
+    "unknown reward": bad("reward.name=exact_mach", said="did you mean 'exact_match'?"),
+    "evaluation of nothing": bad("evaluation.every=2", said="evaluation.every=2 but there is no data.eval"),
+    "nothing to replay": bad(
+        "rollout.replay={root}/none.bin", said="rollout.replay={root}/none.bin: there is no such file"
+    ),
+    "replay and record": bad(
+        "rollout.replay={root}/train.jsonl", "rollout.record={root}/r.bin", said="a replayed run has nothing to record"
+    ),
+    "the run folder's place is a file": bad(
+        "run.root={root}/train.jsonl/runs", said="is not a folder; name another place"
+    ),
+    "a path for a name": bad("run.name=a/b", said="run.name='a/b' must be the plain name of a folder"),
+    "a taken port": bad("cluster.port={port}", said="cluster.port={port} is taken by another program"),
+    "a port and an address": bad("cluster.port=65000", "cluster.address=auto", said="remove one of them"),
+    "everything at once": bad(
+        "rollout.temprature=1",
+        "run.steps=soon",
+        "actor.parallel.tensor=3",
+        "actor.parallel.ranks=4",
+        "data.train.path={root}/torn.jsonl",
+        "reward.name=exact_mach",
+        "rollout.n=1",
+        said=(
+            "unknown key rollout.temprature",
+            "run.steps must be a whole number",
+            "actor.parallel.ranks=4 does not divide by tensor*pipeline=3*1; set actor.parallel.ranks=3",
+            "tensor parallelism 3 does not divide the model's 2 key-value heads",
+            "{root}/torn.jsonl:2: malformed JSON",
+            "did you mean 'exact_match'?",
+            "rollout.n=1 leaves a sample alone",
+        ),
+    ),
+}
+
+
+def prepare(root: Path) -> Path:
+    """The files that the cases speak of; answers the configuration's path."""
+    from megarl.models.tiny import make_tiny
+
+    rows = [ROW.replace("1+1", f"1+{number}") for number in range(4)]
+    (root / "train.jsonl").write_text("".join(rows), encoding="utf-8")
+    (root / "torn.jsonl").write_text(rows[0] + '{"prompt": \n' + "".join(rows[1:]), encoding="utf-8")
+    (root / "long.jsonl").write_text("".join(rows) + LONG, encoding="utf-8")
+    (root / "empty.jsonl").write_text("\n", encoding="utf-8")
+    (root / "empty").mkdir()
+    for name in ("mute", "light", "torn"):
+        make_tiny("qwen3", root / name)
+    for file in (root / "mute").glob("*token*"):
+        file.unlink()
+    (root / "light" / "model.safetensors").unlink()
+    (root / "torn" / "tokenizer.json").write_text("{", encoding="utf-8")
+    config = root / "config.yaml"
+    config.write_text(CONFIG.format(root=root), encoding="utf-8")
+    return config
