@@ -79,8 +79,8 @@ CASES = {
     "fewer samples than ranks": bad(
         "algorithm.mini_batches=16",
         "actor.parallel.ranks=2",
-        said="a mini-batch has 1 samples (data.prompts_per_step*rollout.n=4*4=16 samples a step, algorithm.mini_batches="
-        "16) for 2 data-parallel ranks, which need one each; set data.prompts_per_step=8 or more",
+        said="a mini-batch has 1 samples (data.prompts_per_step*rollout.n=4*4=16 samples a step, algorithm."
+        "mini_batches=16) for 2 data-parallel ranks, which need one each; set data.prompts_per_step=8 or more",
     ),
     "n=1 within a group": bad("rollout.n=1", said="rollout.n=1 leaves a sample alone in its group"),
     "no model folder": bad("model.path={root}/none", said="There is no model folder {root}/none"),
