@@ -11,8 +11,9 @@ def micro_batches(lengths: Sequence[int], budget_tokens: int, *, at_least: int =
     """Indices of the sequences of each micro-batch: every index once, at most `budget_tokens` tokens each.
 
     A sequence longer than the budget goes alone. Sequences of similar length stand together, so that attention which
-    pads within a micro-batch wastes little; the longest come first, so that memory peaks at once or never. As few as
-    best-fit packing finds, evened out; `at_least` asks for more (a pipeline to fill) as far as there are sequences.
+    pads within a micro-batch wastes little, unless packing them crosswise takes fewer micro-batches. The longest come
+    first, so that memory peaks at once or never. `at_least` asks for more micro-batches (a pipeline to fill) as far as
+    there are sequences.
     Raises ValueError on a negative length or a budget below 1.
     """
     if budget_tokens < 1:
@@ -25,7 +26,7 @@ def micro_batches(lengths: Sequence[int], budget_tokens: int, *, at_least: int =
     count = len(_runs(order, lengths, budget_tokens))
     packed = _best_fit(order, lengths, budget_tokens)
     if at_least <= len(packed) < count:
-        return packed
+        return _evened(packed, lengths, budget_tokens)
     count = max(count, min(at_least, len(order)))
     return _split_largest(_runs(order, lengths, _least_capacity(order, lengths, budget_tokens, count)), lengths, count)
 
@@ -33,21 +34,22 @@ def micro_batches(lengths: Sequence[int], budget_tokens: int, *, at_least: int =
 def balance(costs: Sequence[float], k: int, equal_counts: bool = False) -> list[list[int]]:
     """k lists of indices with costs as equal as may be; some are empty where there are fewer items than k.
 
-    The costliest item goes to the cheapest list (longest processing time first: at most 4/3 of the best possible
-    maximum). `equal_counts`: sizes differ by at most one, for ranks that must make the same number of steps.
-    Indices rise within a list. Raises ValueError on k < 1.
+    The costliest item goes to the cheapest list that still has room (longest processing time first; without
+    `equal_counts` the largest list is at most 4/3 of the best possible). `equal_counts`: sizes differ by at most one,
+    for ranks that must take the same number of steps. Indices rise within a list. Raises ValueError on k < 1.
     """
     if k < 1:
         raise ValueError(f"balance: cannot share among {k}")
-    order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
+    size, larger = divmod(len(costs), k) if equal_counts else (len(costs), 0)
     parts: list[list[int]] = [[] for _ in range(k)]
     loads = [(0.0, part) for part in range(k)]
-    # One item goes to each list in a round: with rounds of k items counts stay equal, with rounds of one they are free.
-    step = k if equal_counts else 1
-    for start in range(0, len(order), step):
-        chosen = [heapq.heappop(loads) for _ in order[start : start + step]]
-        for item, (load, part) in zip(order[start : start + step], chosen, strict=True):
-            parts[part].append(item)
+    for item in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        load, part = heapq.heappop(loads)
+        while len(parts[part]) == size and larger == 0:  # full for good: never looked at again
+            load, part = heapq.heappop(loads)
+        larger -= len(parts[part]) == size
+        parts[part].append(item)
+        if len(parts[part]) <= size:
             heapq.heappush(loads, (load + costs[item], part))
     return [sorted(part) for part in parts]
 
@@ -100,3 +102,11 @@ def _best_fit(order: Sequence[int], lengths: Sequence[int], budget: int) -> list
         bins[chosen].append(i)
         insort(rooms, (room - lengths[i], chosen))
     return bins
+
+
+def _evened(bins: list[list[int]], lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """The same number of bins filled evenly where that fits, else the bins as they are."""
+    parts = [sorted(part, key=lambda i: (-lengths[i], i)) for part in balance(lengths, len(bins))]
+    if any(sum(lengths[i] for i in part) > budget and len(part) > 1 for part in parts):
+        return bins
+    return sorted(parts, key=lambda part: (-lengths[part[0]], part[0]))
