@@ -41,7 +41,7 @@ def guarded(what: str, command: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         _complain("interrupted")
         return 130
-    except Exception:
+    except Exception:  # noqa: BLE001 nothing may end without a word to the user
         traceback.print_exc()
         _complain(f"this is a bug in megarl {__version__}; please report it with the lines above")
         return 1

@@ -88,7 +88,7 @@ def report() -> str:
     for title, look in sections:
         try:
             rows = look()
-        except Exception as error:  # a machine stranger than foreseen still gets the rest of its report
+        except Exception as error:  # noqa: BLE001 a machine stranger than foreseen still gets the rest of its report
             rows = [Row(title.lower(), "unknown", f"{type(error).__name__}: {error}")]
         lines += ["", title, *_table(rows)]
     return "\n".join(lines[1:])
@@ -134,7 +134,9 @@ def _version(distribution: str) -> str | None:
 def _python(code: str) -> tuple[str, str]:
     """What a piece of Python prints, and the last line of its complaint if it failed."""
     try:
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=IMPORT_SECONDS)
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, check=False, text=True, timeout=IMPORT_SECONDS
+        )
     except subprocess.TimeoutExpired:
         return "", f"no answer in {IMPORT_SECONDS} s"
     except OSError as error:
@@ -180,7 +182,7 @@ def _cpu() -> list[Row]:
 
 def _field(text: str, name: str) -> str:
     """The first `name : value` of /proc/cpuinfo."""
-    found = re.search(rf"^(?:{name})\s*:\s*(.*)$", text, re.M)
+    found = re.search(rf"^(?:{name})\s*:\s*(.*)$", text, re.MULTILINE)
     return found[1].strip() if found else ""
 
 
@@ -192,8 +194,8 @@ def _core_limit(cores: int) -> str:
 
 
 def _places() -> list[Row]:
-    found = re.search(r"^MemAvailable:\s*(\d+) kB", _read("/proc/meminfo"), re.M)
-    total = re.search(r"^MemTotal:\s*(\d+) kB", _read("/proc/meminfo"), re.M)
+    found = re.search(r"^MemAvailable:\s*(\d+) kB", _read("/proc/meminfo"), re.MULTILINE)
+    total = re.search(r"^MemTotal:\s*(\d+) kB", _read("/proc/meminfo"), re.MULTILINE)
     limit = _read("/sys/fs/cgroup/memory.max").strip()
     rows = []
     if found and total:

@@ -105,7 +105,7 @@ class _Check:
         for key, name, lookup in lookups:
             try:
                 function = lookup(name)
-            except Exception as error:  # a user's own module may fail in any way while it is imported
+            except Exception as error:  # noqa: BLE001 a user's own module may fail in any way while it is imported
                 self._add([f"{key}={name}: {error}"])
                 continue
             if key == "algorithm.advantage":

@@ -88,8 +88,8 @@ def test_everything_wrong_is_told_at_once_with_its_place(tmp_path: Path) -> None
         f"{file}:7: rollout.n must be a whole number, not 2.5",
         "'run.stepz=1' on the command line: unknown key run.stepz; did you mean run.steps?",
         "'export.hf=maybe' on the command line: export.hf must be true or false, not 'maybe'",
-        "'zzz.y=1' on the command line: unknown key zzz; known here: run, model, data, reward, algorithm, actor, "
-        "rollout, reshard, evaluation, observe, export, cluster",
+        "'zzz.y=1' on the command line: unknown key zzz; known here: "
+        + ", ".join(f.name for f in dataclasses.fields(Config)),
         "model.path is not set; write it in the file or add model.path=... to the command",
     ]
 
