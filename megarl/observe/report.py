@@ -103,7 +103,7 @@ def summarise(metrics: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     stages = {
         name.removeprefix("time/"): sum(values)
         for name, values in said.items()
-        if name.startswith("time/") and name != "time/step" and values
+        if name.startswith("time/") and name not in ("time/step", "time/evaluate") and values
     }
     whole = sum(seconds)
     return {

@@ -48,7 +48,7 @@ class Rewarder:
         return faults[:SHOWN_PROBLEMS] + ([f"… and {hidden} more like these"] if hidden > 0 else [])
 
     def score(self, batch: Batch) -> Batch:
-        """The batch with reward (SAMPLE, float32) and response_text (SAMPLE, object).
+        """A batch of the same samples with two fields: reward (SAMPLE, float32) and response_text (SAMPLE, object).
 
         RunError names the sample and the function where the function raises, or answers anything but a finite number.
         """
@@ -56,7 +56,7 @@ class Rewarder:
         scores = [self._score_one(batch, at, text) for at, text in enumerate(texts)]
         objects = np.empty(len(texts), dtype=object)
         objects[:] = texts
-        scored = batch.set("reward", torch.tensor(scores, dtype=torch.float32), Level.SAMPLE)
+        scored = batch.select([]).set("reward", torch.tensor(scores, dtype=torch.float32), Level.SAMPLE)
         return scored.set("response_text", objects, Level.SAMPLE)
 
     def texts(self, batch: Batch) -> list[str]:

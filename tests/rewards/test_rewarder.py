@@ -40,8 +40,10 @@ def test_every_response_is_decoded_and_scored_by_its_own_answer(tokenizer):
     assert scored["reward"].tolist() == [1.0, 0.0, 1.0, 0.0]
     assert list(scored["response_text"]) == ["It is 7.", "", "8", "say 10 or 11"]
     assert accuracy(scored["reward"]) == 0.5 and math.isnan(accuracy([]))
-    assert "response_text" not in batch  # the batch that was given is as it was
-    assert len(Rewarder(RewardConfig("last_number"), tokenizer).score(batch.take([])).names) == len(scored.names)
+    assert set(scored.names) == {"reward", "response_text"} and "response_text" not in batch
+    joined = batch.union(scored)
+    assert joined["reward"].tolist() == [1.0, 0.0, 1.0, 0.0] and joined["uid"][3] == "train-3"
+    assert len(Rewarder(RewardConfig("last_number"), tokenizer).score(batch.take([]))) == 0
 
 
 def test_a_users_function_gets_text_payload_and_options(tokenizer):
