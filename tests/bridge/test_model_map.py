@@ -1,0 +1,324 @@
+"""The map against an independent statement of Megatron's layout, and against what transformers says a model holds."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from megarl.bridge import dense, families
+from megarl.bridge.families.qwen2 import QWEN2
+from megarl.bridge.families.qwen3 import QWEN3
+from megarl.bridge.family import Dims, Family, Rule
+from megarl.bridge.family import families as known_families
+from megarl.bridge.hf_config import Rope, check_fields
+from megarl.bridge.layout import Split, uncovered
+from megarl.bridge.model_map import ModelMap
+from megarl.errors import UserError
+from megarl.models.tiny import RECIPES, tiny_config
+from tests.bridge.cases import CONFIGS, LAYOUTS, numbered
+
+
+def megatron_tensor(model: ModelMap, name: str, hf: dict[str, Tensor], rank: int, tp: int) -> Tensor:
+    """A rank's tensor by reshapes and chunks of whole tensors: nothing in common with the map's regions."""
+    dims = model.dims
+    prefix, _, rest = name.rpartition("decoder.layers.")[2].partition(".")
+    layer = f"model.layers.{prefix}."
+    if "linear_qkv" in rest:
+        kind = rest.rpartition(".")[2]
+        q, k, v = (hf[f"{layer}self_attn.{x}_proj.{kind}"] for x in "qkv")
+        blocks = [x.reshape(dims.kv_heads, -1, *x.shape[1:]) for x in (q, k, v)]
+        return torch.cat(blocks, 1).flatten(0, 1).chunk(tp, 0)[rank]
+    if "linear_fc1" in rest:
+        gate, up = (hf[f"{layer}mlp.{x}_proj.weight"].chunk(tp, 0)[rank] for x in ("gate", "up"))
+        return torch.cat([gate, up])
+    if "linear_proj" in rest:
+        return hf[f"{layer}self_attn.o_proj.weight"].chunk(tp, 1)[rank]
+    if "linear_fc2" in rest:
+        return hf[f"{layer}mlp.down_proj.weight"].chunk(tp, 1)[rank]
+    if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        table = hf["model.embed_tokens.weight" if model.tied or name.startswith("embedding") else "lm_head.weight"]
+        padding = -len(table) % tp
+        return torch.cat([table, torch.zeros(padding, table.shape[1], dtype=table.dtype)]).chunk(tp, 0)[rank]
+    if name == "decoder.final_layernorm.weight":
+        return hf["model.norm.weight"]
+    norms = {
+        "input_layernorm.weight": "input_layernorm",
+        "pre_mlp_layernorm.weight": "post_attention_layernorm",
+        "self_attention.q_layernorm.weight": "self_attn.q_norm",
+        "self_attention.k_layernorm.weight": "self_attn.k_norm",
+    }
+    return hf[f"{layer}{norms[rest]}.weight"]
+
+
+@pytest.mark.parametrize(("name", "tp"), LAYOUTS)
+def test_every_rank_holds_what_megatron_expects(name: str, tp: int) -> None:
+    model = ModelMap.from_hf(CONFIGS[name])
+    hf = numbered(model)
+    for parameter in model.parameters:
+        for rank in range(tp):
+            local = torch.zeros(parameter.local_shape(tp), dtype=torch.int64)
+            for copy in parameter.copies(rank, tp):
+                local[copy.local] = hf[copy.hf_name][copy.hf]
+            assert torch.equal(local, megatron_tensor(model, parameter.name, hf, rank, tp)), (parameter.name, rank)
+
+
+@pytest.mark.parametrize(("name", "tp"), LAYOUTS)
+def test_every_element_is_met_exactly_once(name: str, tp: int) -> None:
+    model = ModelMap.from_hf(CONFIGS[name])
+    model.prove(tp)
+    met = {hf: torch.zeros(shape, dtype=torch.int64) for hf, shape in model.hf_shapes.items()}
+    real = padding = 0
+    for parameter in model.parameters:
+        for rank in range(tp):
+            filled = torch.zeros(parameter.local_shape(tp), dtype=torch.int64)
+            for copy in parameter.copies(rank, tp):
+                filled[copy.local] += 1
+                if parameter.exported and (rank == 0 or not parameter.replicated):
+                    met[copy.hf_name][copy.hf] += 1
+            assert filled.max() == 1
+            if parameter.pad_vocabulary:
+                real, padding = real + int((filled == 1).sum()), padding + int((filled == 0).sum())
+            else:
+                assert filled.min() == 1, parameter.name
+    assert all(bool((count == 1).all()) for count in met.values())
+    tables = sum(parameter.pad_vocabulary for parameter in model.parameters)
+    assert real == tables * model.dims.vocab * model.dims.hidden
+    assert padding == tables * (-model.dims.vocab % tp) * model.dims.hidden
+
+
+@pytest.mark.parametrize("family", RECIPES)
+def test_the_checkpoint_is_what_transformers_builds(family: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = tiny_config(family)
+    with torch.device("meta"):
+        built = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    shapes = {name: tuple(tensor.shape) for name, tensor in built.named_parameters()}
+    assert shapes == ModelMap.from_hf(config).hf_shapes
+
+
+@pytest.mark.parametrize(("family", "name"), [("llama", "Llama"), ("qwen2", "Qwen2"), ("qwen3", "Qwen3")])
+def test_every_field_that_transformers_writes_is_understood(family: str, name: str) -> None:
+    import transformers
+
+    config = getattr(transformers, f"{name}Config")().to_dict() | {"architectures": [f"{name}ForCausalLM"]}
+    model = ModelMap.from_hf(config)
+    assert (model.family, model.dims.hidden, model.dims.layers) == (family, 4096, 32)
+    assert model.model_args()["rotary_base"] == 10000
+
+
+def test_both_generations_of_rope_fields_are_read_alike() -> None:
+    base = {key: value for key, value in CONFIGS["qwen3"].items() if key != "rope_theta"}
+    old = ModelMap.from_hf({**base, "rope_theta": 5e5, "rope_scaling": None})
+    new = ModelMap.from_hf({**base, "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}})
+    assert old.model_args() == new.model_args()
+    assert old.model_args()["rotary_base"] == 500000
+
+
+def test_rope_scaling_that_megatron_can_do_is_passed_on() -> None:
+    llama3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaled = ModelMap.from_hf(
+        {**CONFIGS["llama"], "rope_scaling": {**llama3, "original_max_position_embeddings": 8192}}
+    )
+    assert scaled.model_args()["rope_scaling"] is True
+    assert scaled.model_args()["rope_scaling_factor"] == 32.0
+    linear = ModelMap.from_hf({**CONFIGS["llama"], "rope_scaling": {"type": "linear", "factor": 2.0}})
+    assert linear.model_args()["seq_len_interpolation_factor"] == 2.0
+    with pytest.raises(UserError, match="llama3"):  # another pre-training length is not what Megatron has built in
+        ModelMap.from_hf({**CONFIGS["llama"], "rope_scaling": {**llama3, "original_max_position_embeddings": 4096}})
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "value"),
+    [
+        ("llama", "attention_bias", True),
+        ("llama", "mlp_bias", True),
+        ("llama", "hidden_act", "gelu"),
+        ("llama", "a_new_field", 3),
+        ("llama", "rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
+        ("llama", "rope_parameters", {"rope_type": "default", "partial_rotary_factor": 0.5}),
+        ("llama", "attention_dropout", 0.1),
+        ("qwen2", "use_sliding_window", True),
+        ("qwen2", "layer_types", ["full_attention", "sliding_attention"]),
+        ("qwen3", "attention_bias", True),
+        ("qwen3", "final_logit_softcapping", 30.0),
+        ("qwen3", "hidden_size", "80"),
+        ("qwen3", "num_key_value_heads", 4),
+    ],
+)
+def test_what_is_not_understood_is_refused_by_name(family: str, field: str, value: object) -> None:
+    with pytest.raises(UserError) as caught:
+        ModelMap.from_hf({**CONFIGS[family], field: value})
+    sentence = str(caught.value)
+    assert field in sentence or "rope" in sentence or "partial_rotary_factor" in sentence, sentence
+    assert "\n" not in sentence
+
+
+def test_all_refused_fields_are_told_at_once() -> None:
+    with pytest.raises(UserError, match=r"one.*mlp_bias.*two"):
+        check_fields(known_families()["LlamaForCausalLM"], {"one": 1, "mlp_bias": True, "two": 2})
+
+
+def test_an_unknown_architecture_is_told_with_those_that_are_known() -> None:
+    with pytest.raises(UserError, match=r"GPT2LMHeadModel.*LlamaForCausalLM.*Qwen3ForCausalLM"):
+        ModelMap.from_hf({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"})
+    with pytest.raises(UserError, match="Qwen3ForSequenceClassification"):  # its model type alone would fit
+        ModelMap.from_hf({**CONFIGS["qwen3"], "architectures": ["Qwen3ForSequenceClassification"]})
+
+
+def test_missing_sizes_are_told_or_follow_from_others() -> None:
+    without = {key: value for key, value in CONFIGS["qwen2"].items() if key != "num_key_value_heads"}
+    with pytest.raises(UserError, match="num_key_value_heads"):
+        ModelMap.from_hf(without)
+    llama = {key: value for key, value in CONFIGS["llama"].items() if key not in ("num_key_value_heads", "head_dim")}
+    dims = ModelMap.from_hf(llama).dims
+    assert (dims.kv_heads, dims.head_dim) == (6, 12)
+
+
+def test_parameters_answer_to_both_specs_names() -> None:
+    model = ModelMap.from_hf(CONFIGS["qwen3"])
+    assert model.parameter("decoder.layers.3.self_attention.linear_qkv.layer_norm_weight").hf_names == (
+        "model.layers.3.input_layernorm.weight",
+    )
+    assert model.parameter("decoder.layers.2.mlp.linear_fc1.layer_norm_weight") is model.parameter(
+        "decoder.layers.2.pre_mlp_layernorm.weight"
+    )
+    assert model.parameter("decoder.layers.2.mlp.linear_fc1.weight").layer == 2
+    with pytest.raises(UserError, match="decoder.layers.9"):
+        model.parameter("decoder.layers.9.mlp.linear_fc1.weight")
+
+
+def test_the_tied_output_layer_is_filled_but_not_exported() -> None:
+    tied, untied = ModelMap.from_hf(CONFIGS["qwen2"]), ModelMap.from_hf(CONFIGS["qwen2-untied"])
+    head = tied.parameter("output_layer.weight")
+    assert (head.hf_names, head.exported, head.stage) == (("model.embed_tokens.weight",), False, "last")
+    assert "lm_head.weight" not in tied.hf_shapes
+    assert tied.model_args()["share_embeddings_and_output_weights"] is True
+    assert untied.parameter("output_layer.weight").hf_names == ("lm_head.weight",)
+    assert list(untied.hf_shapes)[-1] == "lm_head.weight"
+
+
+def test_megatron_is_told_what_the_family_is() -> None:
+    qwen2, qwen3 = (ModelMap.from_hf(CONFIGS[name]).transformer_config() for name in ("qwen2", "qwen3"))
+    assert (qwen2["add_qkv_bias"], qwen2["qk_layernorm"], qwen2["kv_channels"]) == (True, False, 16)
+    assert (qwen3["add_qkv_bias"], qwen3["qk_layernorm"], qwen3["kv_channels"]) == (False, True, 24)
+    assert qwen3["num_query_groups"] == 2
+    assert ModelMap.from_hf(CONFIGS["qwen3"]).model_args(2)["vocab_size"] == 420
+
+
+def test_layouts_that_do_not_divide_are_told_with_the_nearest_that_do() -> None:
+    model = ModelMap.from_hf(CONFIGS["qwen3"])
+    assert model.check_layout(2, 2) == []
+    assert model.check_layout(1, 4) == []
+    heads, layers = model.check_layout(4, 3)
+    assert "2 key-value heads and 6 attention heads" in heads
+    assert heads.endswith("use 2.")
+    assert "4 layers" in layers
+    assert layers.endswith("use 2 or 4.")
+    assert "at least 1" in model.check_layout(0, 1)[0]
+    with pytest.raises(UserError, match="linear_qkv"):
+        model.parameter("decoder.layers.0.self_attention.linear_qkv.weight").copies(0, 4)
+
+
+def without(family: Family, rule: Rule) -> Family:
+    return dataclasses.replace(family, rules=tuple(other for other in family.rules if other is not rule))
+
+
+def made(family: Family) -> ModelMap:
+    dims = Dims(layers=2, hidden=10, ffn=12, heads=4, kv_heads=2, head_dim=6, vocab=7)
+    return ModelMap(family, dims, Rope(10000.0), tied=False, norm_eps=1e-6, max_positions=8)
+
+
+def test_a_map_with_a_fault_is_not_made() -> None:
+    def drops_last_row(rows: object, groups: int) -> list:  # type: ignore[type-arg]
+        return [piece._replace(length=piece.length - 1) for piece in dense.DOWN.join(rows, groups)]  # type: ignore[arg-type]
+
+    def same_place(rows: object, groups: int) -> list:  # type: ignore[type-arg]
+        return [piece._replace(target=0) for piece in dense.GATE_UP.join(rows, groups)]  # type: ignore[arg-type]
+
+    made(QWEN3)
+    faults = {
+        "not covered": (dense.DOWN, dataclasses.replace(dense.DOWN, join=drops_last_row)),
+        "overlap": (dense.GATE_UP, dataclasses.replace(dense.GATE_UP, join=same_place)),
+        "two rules claim": (dense.DOWN, dense.GATE_UP),
+    }
+    for words, (rule, fault) in faults.items():
+        rules = (*without(QWEN3, rule).rules, fault)
+        if words == "two rules claim":
+            rules = (*QWEN3.rules, dataclasses.replace(dense.GATE_UP, megatron="other.{L}"))
+        with pytest.raises(ValueError, match=words):
+            made(dataclasses.replace(QWEN3, rules=rules))
+
+
+def test_a_rule_may_replicate_but_not_cut_unevenly() -> None:
+    rule = dataclasses.replace(dense.ATTENTION_OUT, split=Split.NONE)
+    model = made(dataclasses.replace(QWEN2, rules=(*without(QWEN2, dense.ATTENTION_OUT).rules, rule)))
+    model.prove(2)  # replicated on purpose is legal
+    uneven = dataclasses.replace(dense.ATTENTION_OUT, split=Split.ROWS)
+    model = made(dataclasses.replace(QWEN2, rules=(*without(QWEN2, dense.ATTENTION_OUT).rules, uneven)))
+    with pytest.raises(UserError, match="cannot cut"):
+        model.prove(4)
+
+
+def test_uncovered_finds_every_kind_of_fault() -> None:
+    def box(*bounds: tuple[int, int]) -> tuple[slice, ...]:
+        return tuple(slice(*bound) for bound in bounds)
+
+    left, right = box((0, 4), (0, 3)), box((0, 4), (3, 6))
+    assert uncovered((4, 6), [left, right]) is None
+    assert "not covered" in str(uncovered((4, 6), [left]))
+    assert "overlap" in str(uncovered((4, 6), [left, right, box((1, 2), (1, 2))]))
+    # Missing one element and meeting another twice leaves the volume right.
+    assert "overlap" in str(uncovered((4,), [box((0, 2)), box((1, 3))]))
+    assert "outside" in str(uncovered((4,), [box((2, 5))]))
+    assert "outside" in str(uncovered((4, 6), [box((0, 4))]))
+
+
+def test_large_models_are_proved_from_their_sizes_alone() -> None:
+    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+    model = ModelMap.from_hf(
+        {**CONFIGS["llama"], **sizes, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256}
+    )
+    for tp in (2, 4, 8):
+        model.prove(tp)
+    assert len(model.hf_shapes) == 80 * 9 + 3
+    assert sum(torch.Size(shape).numel() for shape in model.hf_shapes.values()) == 70_553_706_496
+
+
+TOY = '''
+"""A family whose checkpoint names are its own."""
+
+from megarl.bridge import dense
+from megarl.bridge.family import Family, Rule
+from megarl.bridge.layout import Split
+
+TOY = Family(
+    architecture="ToyForCausalLM",
+    model_type="toy",
+    rules=(
+        Rule({"wte": "vocab hidden"}, "embedding.word_embeddings.weight", Split.ROWS, stage="first", pad_vocabulary=True),
+        Rule({"h.{L}.out": "hidden q"}, "decoder.layers.{L}.self_attention.linear_proj.weight", Split.COLUMNS),
+        dense.GATE_UP,
+        dense.FINAL_NORM,
+    ),
+    requires={"hidden_act": ("silu",)},
+    ignores=frozenset({"flavour"}),
+    defaults={"head_dim": None},
+)
+'''
+
+
+def test_a_new_family_is_one_new_file(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "toy.py").write_text(TOY)
+    monkeypatch.setattr(families, "__path__", [*families.__path__, str(tmp_path)])
+    monkeypatch.delitem(__import__("sys").modules, "megarl.bridge.families.toy", raising=False)
+    keep = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    config = {key: CONFIGS["qwen2"][key] for key in (*keep, "vocab_size", "hidden_act")}
+    model = ModelMap.from_hf({**config, "architectures": ["ToyForCausalLM"], "model_type": "toy", "flavour": "sweet"})
+    model.prove(2)
+    assert model.family == "toy"
+    assert model.parameter("decoder.layers.3.self_attention.linear_proj.weight").hf_names == ("h.3.out",)
+    assert len(known_families()) == 4
