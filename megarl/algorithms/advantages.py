@@ -54,8 +54,9 @@ def grpo(
     normalize_std False: A_i = s_i - mean_g, Dr.GRPO (arXiv:2503.20783, sec. 3).
     singleton: what a sample alone in its group gets, "zero" or its "score". ValueError on a score that is not finite.
     """
+    mask_BT = as_mask(mask_BT)
     score_B = scores(reward_BT, mask_BT)
-    groups = Groups(group_B, as_mask(mask_BT).any(-1))
+    groups = Groups(group_B, mask_BT.any(-1))
     _check_finite(score_B, groups)
     advantage_B = groups.centred(score_B)
     if normalize_std:

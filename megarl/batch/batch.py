@@ -194,7 +194,7 @@ class Batch:
         fields = {}
         for name, (data, level) in self._fields.items():
             at = index[level]
-            picked = data[at.to(data.device)] if isinstance(data, Tensor) else data[at.cpu().numpy()]
+            picked = data.index_select(0, at) if isinstance(data, Tensor) else data[at.cpu().numpy()]
             fields[name] = Field(picked, level)
         return Batch(self.prompt_lengths[rows], self.response_lengths[rows], fields, self.meta)
 
@@ -379,8 +379,8 @@ def _ragged_index(starts: Tensor, lengths: Tensor) -> Tensor:
     """start, start + 1, ... of every row, `length` of them, one row after another."""
     ends = lengths.cumsum(0)
     total = int(ends[-1]) if len(ends) else 0
-    shift = torch.repeat_interleave(starts - ends + lengths, lengths, output_size=total)
-    return shift + torch.arange(total, device=lengths.device)
+    index = torch.repeat_interleave(starts - ends + lengths, lengths, output_size=total)
+    return index.add_(torch.arange(total, device=lengths.device))  # the sum of two fresh tensors, without a third
 
 
 def _flat(values: Iterable[Any], dtype: Any) -> Tensor:
