@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
@@ -24,6 +25,7 @@ def cluster(settings: ClusterConfig, logs: Path) -> Iterator[None]:
         os.environ["RAY_GCS_SERVER_PORT"] = str(settings.port)
     import ray
 
+    logging.getLogger("ray").setLevel(logging.ERROR)  # its greeting belongs to nobody's run
     # Unix sockets live below this folder and their paths may not exceed 107 characters, hence not the run folder.
     scratch = Path(tempfile.mkdtemp(prefix="megarl-ray-", dir="/tmp")) if settings.address is None else None
     try:

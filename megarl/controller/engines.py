@@ -22,7 +22,7 @@ from megarl.rollout.sampling import Sampling
 class EngineGroup:
     """The rollout engines, each a Ray actor in its own process."""
 
-    def __init__(self, config: Config, folder: Path, longest_prompt: int):
+    def __init__(self, config: Config, folder: Path):
         self.config = config
         r = config.rollout
         threads = r.threads or os.cpu_count() or 1
@@ -33,7 +33,7 @@ class EngineGroup:
                 str(folder),
                 dtype=r.dtype or config.model.dtype,
                 threads=threads,
-                max_total_tokens=r.max_total_tokens or self._cache_tokens(longest_prompt),
+                max_total_tokens=r.max_total_tokens or self._cache_tokens(),
                 seed=config.run.seed,
                 extra=dict(r.engine),
             )
@@ -78,9 +78,9 @@ class EngineGroup:
         calls = [getattr(a, method).remote(*arguments) for a in self.actors]
         return wait_for(calls, what, self.config.cluster.worker_timeout)
 
-    def _cache_tokens(self, longest_prompt: int) -> int | None:
+    def _cache_tokens(self) -> int | None:
         """On CPU the cache is sized to hold a whole step at once; on GPU SGLang sizes it to the memory it finds."""
         if torch.cuda.is_available():
             return None
         r, d = self.config.rollout, self.config.data
-        return max(4096, d.prompts_per_step * r.n * (r.max_new_tokens + 16) + d.prompts_per_step * (longest_prompt + 16))
+        return d.prompts_per_step * (d.max_prompt_tokens + r.n * (r.max_new_tokens + 1)) + 1024

@@ -22,6 +22,8 @@ from megarl.reshard.fingerprint import fingerprint
 
 FORMAT = "megarl.rollout.loader.load"
 
+_MLP_MULTIPLE = 32  # sglang.srt.configs.update_config
+
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
@@ -68,7 +70,7 @@ def load_bucket(model: torch.nn.Module, bucket: BucketSpec) -> dict[str, Any]:
     for item in bucket.tensors:
         if item.name not in own:
             raise RunError(f"the engine's model has no tensor {item.name}")
-        view = own[item.name]
+        view = own[item.name] = _without_padding(own[item.name], item.shape)
         if tuple(view.shape) != item.shape:
             raise RunError(f"{item.name} came as {item.shape}, the engine's model has it as {tuple(view.shape)}")
         if str(view.dtype) != f"torch.{item.dtype}":
@@ -76,6 +78,17 @@ def load_bucket(model: torch.nn.Module, bucket: BucketSpec) -> dict[str, Any]:
     model.load_weights(iter(bucket.views().items()))
     prints = {item.name: fingerprint(own[item.name]) for item in bucket.tensors} if bucket.fingerprint else {}
     return {"fingerprints": prints, "expected": list(own)}
+
+
+def _without_padding(view: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """SGLang's CPU path rounds the MLP up to a multiple of 32 and fills up with zeros; the checkpoint's part comes first."""
+    real = view
+    for dim, (have, size) in enumerate(zip(view.shape, shape, strict=False)):
+        if have != size and have == -(-size // _MLP_MULTIPLE) * _MLP_MULTIPLE:
+            if real.narrow(dim, size, have - size).any():
+                raise RunError("the engine's model has weights where it should have zeros of padding")
+            real = real.narrow(dim, 0, size)
+    return real
 
 
 def checkpoint_views(model: torch.nn.Module) -> dict[str, torch.Tensor]:

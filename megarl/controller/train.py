@@ -1,0 +1,108 @@
+"""A whole run: cluster, parts, the loop, evaluation, export, report; and everything down again whatever happens."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from megarl import config as configuration
+from megarl.config import Config
+from megarl.controller.cluster import cluster
+from megarl.controller.engines import EngineGroup
+from megarl.controller.estimator import Estimator
+from megarl.controller.evaluation import Evaluation
+from megarl.controller.export import export_hf
+from megarl.controller.preflight import Prepared
+from megarl.controller.rollout import Generated, Replayed, Rollout
+from megarl.controller.sync import WeightSync
+from megarl.controller.trainer import Trainer
+from megarl.controller.workers import NoReference, Reference, WorkerGroup
+from megarl.observe.observer import Observer
+from megarl.reshard.colocated import Colocated
+from megarl.rewards import Rewarder
+
+
+def run(cfg: Config, prepared: Prepared) -> int:
+    """Train as the configuration says; the exit code. Raises RunError where the run cannot go on."""
+    with ExitStack() as stack:
+        stack.enter_context(_termination())
+        observer = stack.enter_context(Observer(cfg, configuration.dump(cfg)))
+        for note in prepared.sources.notes:
+            observer.note(note)
+        places: list[tuple[str, Path | str]] = []
+        with observer.stage("start"):
+            stack.enter_context(cluster(cfg.cluster, observer.folder.path / "logs"))
+            trainer, evaluation = _build(cfg, prepared, observer, stack)
+        _loop(cfg, trainer, evaluation, observer)
+        if cfg.export.hf:
+            with observer.stage("export"):
+                places.append(("the model", export_hf(cfg, prepared, trainer.sync, observer.folder.path / "model")))
+        observer.finish(places)
+    return 0
+
+
+def _build(cfg: Config, prepared: Prepared, observer: Observer, stack: ExitStack) -> tuple[Trainer, Evaluation]:
+    """Start the engine and the ranks beside each other and give the engine the trainer's weights."""
+    engines = EngineGroup(cfg, prepared.folder)
+    stack.callback(engines.shutdown)
+    updates = cfg.run.steps * cfg.algorithm.epochs * cfg.algorithm.mini_batches
+    actor = WorkerGroup(cfg, prepared.folder, updates)
+    actor.start()
+    actor.ready()
+    engines.ready()
+    dtype = cfg.rollout.dtype or cfg.model.dtype
+    transfer = Colocated(
+        prepared.model, dtype=dtype, bucket_bytes=cfg.reshard.bucket_mb << 20, verify=cfg.reshard.verify
+    )
+    stack.callback(transfer.close)
+    sync = WeightSync(
+        actor, engines, transfer, dtype, cfg.reshard.probe, cfg.reshard.probe_tolerance, prepared.model.dims.vocab
+    )
+    rewards = Rewarder(cfg.reward, prepared.tokenizer)
+    rollout: Rollout = Replayed(Path(cfg.rollout.replay)) if cfg.rollout.replay else Generated(engines, cfg.rollout)
+    stack.callback(rollout.close)
+    trainer = Trainer(
+        prompts=prepared.sources.train,
+        prompts_per_step=cfg.data.prompts_per_step,
+        rollout=rollout,
+        rewards=rewards,
+        actor=actor,
+        reference=Reference(actor) if cfg.algorithm.kl_coefficient > 0 else NoReference(),
+        estimator=Estimator(cfg.algorithm),
+        sync=sync,
+        stage=observer.stage,
+    )
+    sync.push(0)
+    return trainer, Evaluation(prepared.sources.eval, engines, rewards, cfg)
+
+
+def _loop(cfg: Config, trainer: Trainer, evaluation: Evaluation, observer: Observer) -> None:
+    def evaluate(step: int) -> None:
+        if evaluation.due(step):
+            with observer.stage("evaluate"):
+                metrics, batch = evaluation.run(step)
+            observer.evaluated(step, metrics, batch)
+
+    evaluate(0)
+    for number in range(1, cfg.run.steps + 1):
+        batch, metrics = trainer.step(number)
+        with observer.stage("log"):
+            observer.step(number, metrics, batch)
+        evaluate(number)
+
+
+@contextmanager
+def _termination() -> Iterator[None]:
+    """SIGTERM ends a run like Ctrl-C does: in order."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
