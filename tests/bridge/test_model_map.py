@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -314,7 +316,7 @@ TOY = Family(
 def test_a_new_family_is_one_new_file(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     (tmp_path / "toy.py").write_text(TOY)
     monkeypatch.setattr(families, "__path__", [*families.__path__, str(tmp_path)])
-    monkeypatch.delitem(__import__("sys").modules, "megarl.bridge.families.toy", raising=False)
+    monkeypatch.delitem(sys.modules, "megarl.bridge.families.toy", raising=False)
     keep = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     config = {key: CONFIGS["qwen2"][key] for key in (*keep, "vocab_size", "hidden_act")}
     model = ModelMap.from_hf({**config, "architectures": ["ToyForCausalLM"], "model_type": "toy", "flavour": "sweet"})
@@ -322,3 +324,14 @@ def test_a_new_family_is_one_new_file(tmp_path, monkeypatch: pytest.MonkeyPatch)
     assert model.family == "toy"
     assert model.parameter("decoder.layers.3.self_attention.linear_proj.weight").hf_names == ("h.3.out",)
     assert len(known_families()) == 4
+
+
+def test_a_map_is_made_without_loading_torch() -> None:
+    """Configurations are checked against a map before anything heavy is imported."""
+    code = (
+        "import sys; from megarl.bridge.model_map import ModelMap; from megarl.models.tiny import tiny_config; "
+        "import megarl.models.smollm2; ModelMap.from_hf(tiny_config('qwen3')); "
+        "assert not {'torch', 'transformers', 'tokenizers'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
