@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.schema import SourceConfig
-from megarl.data.problem import Problem, Reading, checked_prompt, source
+from megarl.data.problem import BadPrompt, Problem, Reading, checked_prompt, source
 
 PARQUET_ROWS = 4096  # read at a time
 
@@ -121,7 +121,7 @@ def _problem(config: SourceConfig, number: int, place: str, row: dict[str, Any],
         return None
     try:
         prompt = checked_prompt(row[config.prompt_key])
-    except ValueError as error:
+    except BadPrompt as error:
         faults.append(f"{place}: the prompt (key {config.prompt_key!r}) {error}")
         return None
     answer = row[config.answer_key] if config.answer_key else None

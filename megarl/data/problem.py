@@ -72,27 +72,31 @@ def nearest(name: str, known: list[str]) -> str:
     return f"; known: {', '.join(sorted(known))}" if len(known) <= SHOWN_PROBLEMS else ""
 
 
+class BadPrompt(ValueError):
+    """Half a sentence about a prompt that cannot be used; whoever reads the file puts the place before it."""
+
+
 def checked_prompt(value: Any) -> str | list[dict[str, str]]:
     """A prompt from a file as text or as turns {role, content} that end with what is to be answered.
 
-    Raises ValueError with half a sentence that says what is wrong with it.
+    Raises BadPrompt with half a sentence that says what is wrong with it.
     """
     if isinstance(value, str):
         if not value.strip():
-            raise ValueError("is empty")
+            raise BadPrompt("is empty")
         return value
     if not isinstance(value, list):
-        raise ValueError(f"must be text or a list of {{role, content}} messages, not {type(value).__name__}")
+        raise BadPrompt(f"must be text or a list of {{role, content}} messages, not {type(value).__name__}")
     if not value:
-        raise ValueError("is an empty list of messages")
+        raise BadPrompt("is an empty list of messages")
     turns = []
     for number, turn in enumerate(value, 1):
         if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
-            raise ValueError(f"has a message without a role (message {number})")
+            raise BadPrompt(f"has a message without a role (message {number})")
         if not isinstance(turn.get("content"), str):
-            raise ValueError(f"has a message whose content is not text (message {number})")
+            raise BadPrompt(f"has a message whose content is not text (message {number})")
         # Parquet gives every struct every field, None where a row has none: such fields were never said.
         turns.append({name: text for name, text in turn.items() if text is not None})
     if turns[-1]["role"] in ("assistant", "system"):
-        raise ValueError(f"ends with a message of the {turns[-1]['role']}: the last message must be the one to answer")
+        raise BadPrompt(f"ends with a message of the {turns[-1]['role']}: the last message must be the one to answer")
     return turns

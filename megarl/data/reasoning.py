@@ -28,7 +28,7 @@ def read_reasoning_gym(config: SourceConfig, excluded: frozenset[str] = frozense
     while len(problems) < wanted and index - last_new < PATIENCE:
         try:
             item = dataset[index]
-        except Exception as error:  # the task's own code, with the user's arguments
+        except Exception as error:  # noqa: BLE001  the task's own code, with the user's arguments
             return Reading(faults=[f"reasoning-gym task {config.task!r} cannot make problem {index}: {_short(error)}"])
         where = f"{config.task}[{index}]"
         problem = Problem(index, where, item["question"], item["answer"], {"metadata": item["metadata"]})
@@ -62,7 +62,7 @@ def _dataset(config: SourceConfig) -> tuple[Any, list[str]]:
         # The size is only a bound on iteration: problems are made by index, on demand.
         size = config.size or DEFAULT_SIZE
         return reasoning_gym.create_dataset(config.task, size=size, seed=config.seed, **arguments), []
-    except Exception as error:  # TypeError: an unknown argument; AssertionError: a value that the task refuses
+    except Exception as error:  # noqa: BLE001  TypeError: an unknown argument; AssertionError: a value that the task refuses
         return None, [f"reasoning-gym task {config.task!r} refuses its arguments: {_short(error)}"]
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.text import Text
 
-from megarl.batch import Batch
+if TYPE_CHECKING:
+    from megarl.batch import Batch
 
 SHOWN_CHARACTERS = 700  # of one text; the whole of it is in samples.jsonl
 SHOWN_LINES = 10

@@ -26,6 +26,7 @@ def draw_curve(metrics: Mapping[str, Sequence[float]], path: Path, title: str) -
         _points(steps, metrics.get("eval/accuracy", [])),
     )
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     if training:
         axes.plot(*zip(*training, strict=True), "o", color="#9ecae1", markersize=4, label="training, each step")
@@ -43,7 +44,7 @@ def draw_curve(metrics: Mapping[str, Sequence[float]], path: Path, title: str) -
     if training or greedy:
         axes.legend(loc="best", frameon=False)
     picture = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(picture)
+    figure.savefig(picture, format="png")
     write_whole(path, picture.getvalue())
     return True
 

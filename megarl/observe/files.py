@@ -54,7 +54,7 @@ class Appender:
     def __init__(self, path: Path):
         self.path = path
         with writing(path):
-            self._file: BinaryIO | Any = open(path, "ab", buffering=0)
+            self._file: BinaryIO | Any = open(path, "ab", buffering=0)  # noqa: SIM115  open as long as the run
 
     def write(self, record: bytes) -> None:
         """Append one record. RunError if the disk does not take all of it."""

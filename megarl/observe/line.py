@@ -68,7 +68,7 @@ COLUMNS = (
     Column("tok/s", ("throughput/tokens_per_second",), 5, thousands, "speed", 2),
     Column("step", ("time/step",), 5, decimals(1), "seconds", 0),
     Column("rollout", ("time/rollout",), 7, decimals(1), "seconds", 5),
-    Column("logp", ("time/log_probs",), 4, decimals(1), "seconds", 6),
+    Column("logp", ("time/log_probs",), 5, decimals(1), "seconds", 6),
     Column("update", ("time/update",), 6, decimals(1), "seconds", 5),
     Column("reshard", ("time/reshard",), 7, decimals(1), "seconds", 6),
 )
@@ -91,9 +91,9 @@ class StepLine:
         group = ""
         for column in self.columns:
             gap = self._gap(group, column.group)
-            above.append(gap)
             below.append(gap)
             if column.group != group:
+                above.append(gap)
                 group = column.group
                 span = sum(other.width + 1 for other in self.columns if other.group == group) - 1
                 above.append(f"{group} ".ljust(span, "╌")[:span] if span > len(group) + 1 else " " * span, style="dim")

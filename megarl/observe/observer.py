@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console
 
-from megarl.batch import Batch
 from megarl.config.schema import Config
 from megarl.errors import RunError
 from megarl.observe.conversations import records
@@ -19,6 +19,9 @@ from megarl.observe.report import columns, summarise
 from megarl.observe.result import places_list, result_panel
 from megarl.observe.run_folder import RunFolder
 from megarl.observe.stages import Stages
+
+if TYPE_CHECKING:
+    from megarl.batch import Batch
 
 
 class Observer:
@@ -41,7 +44,7 @@ class Observer:
         self._rows: list[dict[str, Any]] = []
         self._finished = False
 
-    def __enter__(self) -> Observer:
+    def __enter__(self) -> Self:
         self.progress.__enter__()
         self.progress.note(f"run folder  {self.folder.path}", style="dim")
         return self
@@ -77,9 +80,9 @@ class Observer:
         drawn = draw_curve(metrics, self.folder.path / "curve.png", self._name)
         self._finished = True
         self.progress.stop()
-        course = [value for value in metrics.get("reward/accuracy", []) if value == value]
+        course = [value for value in metrics.get("reward/accuracy", []) if not math.isnan(value)]
         self.progress.show("", result_panel(summary, course))
-        self.progress.show(places_list([*places, ("the run folder", self.folder.path), *self.folder.places()]))
+        self.progress.show(*places_list([*places, ("the run folder", self.folder.path), *self.folder.places()]))
         if not drawn:
             self.progress.note("  (no learning curve: matplotlib is not installed)", style="dim")
         return summary

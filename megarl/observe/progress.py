@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -50,7 +50,7 @@ class Progress:
         self._live = Live(get_renderable=self._render, console=self.console, refresh_per_second=REFRESHES,
                           transient=True) if moves else None  # fmt: skip
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> Self:
         if self._live is not None:
             self._live.start()
         return self
@@ -93,13 +93,13 @@ class Progress:
         self._printed = 0
 
     def note(self, text: str, style: str = "") -> None:
-        """A permanent line of its own."""
-        self.console.print(Text(text, style=style))
+        """A permanent line of its own; never broken or cut, so that a path in it can be copied."""
+        self.console.print(Text(text, style=style), soft_wrap=True)
 
     def show(self, *parts: RenderableType) -> None:
-        """Anything else that stays."""
+        """Anything else that stays; plain lines of text are never broken or cut."""
         for part in parts:
-            self.console.print(part)
+            self.console.print(part, soft_wrap=isinstance(part, Text))
 
     def _render(self) -> RenderableType:
         now = time.monotonic()

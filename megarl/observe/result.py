@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -45,12 +45,10 @@ def result_panel(summary: Mapping[str, Any], course: Sequence[float] = ()) -> Re
     )
 
 
-def places_list(places: Sequence[tuple[str, Path | str]]) -> RenderableType:
-    """Where everything lies: (what it is, path). Paths are never broken, so that they can be copied."""
+def places_list(places: Sequence[tuple[str, Path | str]]) -> list[Text]:
+    """Where everything lies, a line each: (what it is, path)."""
     width = max((len(what) for what, _ in places), default=0)
-    lines = [Text.assemble((f"  {what.ljust(width)}  ", "dim"), (str(path), "cyan"), no_wrap=True, overflow="ignore")
-             for what, path in places]  # fmt: skip
-    return Group(*lines)
+    return [Text.assemble((f"  {what.ljust(width)}  ", "dim"), (str(path), "cyan")) for what, path in places]
 
 
 def _change(before: float, after: float) -> Text:
