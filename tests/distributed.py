@@ -7,6 +7,7 @@ import os
 import pickle
 import socket
 import traceback
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -43,6 +44,7 @@ def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, timeout
 
 def _entry(answers, function, rank: int, world: int, port: int, arguments) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
+    warnings.simplefilter("ignore")  # Megatron's, of every rank: they would bury the error that is looked for
     try:
         # Bytes, because a tensor in a queue lives in memory of its sender, which ends before it is read.
         answers.put((rank, True, pickle.dumps(function(rank, world, port, *arguments))))

@@ -1,0 +1,120 @@
+"""Log-probs, entropy, loss, every gradient and the weights after a step: those of transformers, on every layout, to rounding.
+
+Families × layouts; the jobs of as many ranks share one set of processes. Sample order, micro-batches and packing are layouts
+like any other.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.models.tiny import make_tiny
+from tests.distributed import free_port, run_ranks
+from tests.megatron.layouts import Job, Layout, Outcome, outcome, run_jobs, transformers_reference
+
+FAMILIES = ("llama", "qwen2", "qwen2-untied", "qwen3")
+LAYOUTS = {
+    "one rank": Layout(),
+    "prompts not shared": Layout(share_prompts=False),
+    "small micro-batches": Layout(micro_batch_tokens=20, chunk=7),
+    "a sample a micro-batch": Layout(micro_batch_tokens=1, share_prompts=False),
+    "shuffled samples": Layout(shuffled=True, micro_batch_tokens=40),
+    "recomputed": Layout(recompute="full", micro_batch_tokens=40),
+    "recomputed in part": Layout(recompute="selective", micro_batch_tokens=40),
+    "plain optimizer": Layout(distributed=False),
+    "tp2": Layout(tensor=2, micro_batch_tokens=40, chunk=7),
+    "tp2 sp": Layout(tensor=2, sequence=True, micro_batch_tokens=40),
+    "tp2 sp recomputed": Layout(tensor=2, sequence=True, recompute="full", share_prompts=False),
+    "pp2": Layout(pipeline=2, micro_batch_tokens=40),
+    "pp2 of one micro-batch": Layout(pipeline=2, distributed=False),
+    "dp2": Layout(data=2, micro_batch_tokens=40),
+    "dp2 plain optimizer": Layout(data=2, distributed=False),
+    "dp2 shuffled": Layout(data=2, shuffled=True, micro_batch_tokens=30),
+    "tp2 sp pp2": Layout(tensor=2, sequence=True, pipeline=2, micro_batch_tokens=30),
+    "dp2 tp2": Layout(data=2, tensor=2, micro_batch_tokens=30),
+    "dp2 pp2": Layout(data=2, pipeline=2, micro_batch_tokens=30),
+}
+GOAL = 1e-5
+BF16 = ("one rank", "tp2 sp", "pp2", "dp2")
+
+
+class Jobs:
+    """Runs all jobs of a number of ranks when the first of them is asked for."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    @functools.cache
+    def model(self, family: str) -> Path:
+        return make_tiny(family, self.folder / family)
+
+    @functools.cache
+    def reference(self, family: str) -> Path:
+        file = self.folder / f"{family}.pt"
+        transformers_reference(self.model(family), file)
+        return file
+
+    @functools.cache
+    def of(self, world: int) -> dict[tuple[str, str, str], Outcome]:
+        wanted = [(f, n, "float32") for f in FAMILIES for n, layout in LAYOUTS.items() if layout.world == world]
+        wanted += [("qwen3", n, "bfloat16") for n in BF16 if LAYOUTS[n].world == world]
+        jobs = [
+            Job(LAYOUTS[n], str(self.model(f)), str(self.reference(f)), free_port(), dtype) for f, n, dtype in wanted
+        ]
+        answers = run_ranks(world, run_jobs, jobs, timeout=600)
+        return {
+            key: outcome(job, [rank[at] for rank in answers]) for at, (key, job) in enumerate(zip(wanted, jobs, strict=True))
+        }
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    return Jobs(tmp_path_factory.mktemp("layouts"))
+
+
+def layouts() -> list:
+    return [pytest.param(n, marks=[pytest.mark.slow] if layout.world > 2 else []) for n, layout in LAYOUTS.items()]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", layouts())
+def test_a_training_step_is_that_of_transformers(
+    jobs: Jobs, name: str, family: str, record_invariant: Callable[[str, float, float], None]
+) -> None:
+    result = jobs.of(LAYOUTS[name].world)[family, name, "float32"]
+    shapes = {n: t.numel() for n, t in torch.load(jobs.reference(family), weights_only=False)["gradients"].items()}
+    assert result.elements == shapes  # every element of every tensor was compared, and each once
+    assert sorted(result.samples) == list(range(12))
+    assert result.padding == 0.0
+    head = f"{family}, {name}:"
+    record_invariant(f"{head} log-probs, largest difference", result.log_probs, GOAL)
+    record_invariant(f"{head} entropy, largest difference", result.entropy, GOAL)
+    record_invariant(f"{head} loss, relative", result.loss, GOAL)
+    record_invariant(f"{head} gradient norm, relative", result.grad_norm, GOAL)
+    record_invariant(f"{head} worst of all gradients, relative", result.worst_gradient, GOAL)
+    record_invariant(f"{head} worst of all weights after a step, relative", result.worst_weight, GOAL)
+
+
+@pytest.mark.parametrize("name", BF16)
+def test_bfloat16_is_close(jobs: Jobs, name: str) -> None:
+    """No more than rounding to 8 bits explains, in every tensor."""
+    result = jobs.of(LAYOUTS[name].world)["qwen3", name, "bfloat16"]
+    assert 0.0 < result.log_probs < 0.3 and 0.0 < result.entropy < 0.1
+    assert result.grad_norm < 0.05 and result.loss < 0.1
+    assert 0.0 < result.worst_gradient < 0.3
+    assert result.worst_weight < 0.02
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_step_is_not_a_trivial_one(jobs: Jobs, family: str) -> None:
+    """Every branch of the loss has tokens, and every tensor learns."""
+    reference = torch.load(jobs.reference(family), weights_only=False)
+    assert 0.1 < reference["clipped"] < 0.9
+    assert reference["grad_norm"] > 0.5  # so that clipping is part of the step
+    for name, gradient in reference["gradients"].items():
+        assert gradient.abs().max() > (0 if name.endswith("k_proj.bias") else 1e-4), name
