@@ -84,7 +84,8 @@ class Engine:
         return process, Connection(ours.detach())
 
     def ready(self) -> dict[str, Any]:
-        """Facts about the running engine: pid, context_length, max_total_tokens, sglang (its version), weight_version."""
+        """Facts about the running engine: pid, sglang (its version), context_length, longest_prompt,
+        max_total_tokens (all in tokens), stop_token_ids, weight_version, updating."""
         return {**self._info, **self._call("state")}
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, group_suffix: str = "") -> list[Sample]:

@@ -52,6 +52,7 @@ class Server:
         self.engine = _Quiet(**engine_arguments(model_path, dtype, max_total_tokens, seed, extra))
         limits = self.engine._scheduler_init_result.scheduler_infos[0]
         self.max_total_tokens = int(limits["max_total_num_tokens"])
+        self.longest_prompt = int(limits["max_req_input_len"]) - 1  # SGLang refuses the limit itself
         self.context_length = int(self.engine.tokenizer_manager.context_len)
         self.version = 0
         self.updating: int | None = None  # the version that is being loaded
@@ -66,6 +67,7 @@ class Server:
             "sglang": sglang.__version__,
             "context_length": self.context_length,
             "max_total_tokens": self.max_total_tokens,
+            "longest_prompt": self.longest_prompt,
             "stop_token_ids": self.stop_token_ids,
         }
 
@@ -78,12 +80,14 @@ class Server:
         self._check_weights()
         if not prompts:
             return []
-        room = min(self.context_length, self.max_total_tokens) - 1
         for ids in prompts:
-            if not ids or len(ids) >= room:
-                raise UserError(f"a prompt has {len(ids)} tokens; 1 to {room - 1} are possible with this engine")
+            if not 0 < len(ids) <= self.longest_prompt:
+                raise UserError(f"a prompt has {len(ids)} tokens; 1 to {self.longest_prompt} are possible with this engine")
+        room = min(self.context_length, self.max_total_tokens) - 1
+        if sampling.n > 1:  # the copies then find the prompt in the cache; SGLang's own n prefills one prompt after the other
+            self.engine.generate(input_ids=prompts, sampling_params={"max_new_tokens": 0, "temperature": 0.0})
+        prompts = [ids for ids in prompts for _ in range(sampling.n)]
         common = {
-            "n": sampling.n,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,

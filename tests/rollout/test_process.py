@@ -1,0 +1,101 @@
+"""An engine's processes: none outlives it, however it ends, and its failures are one sentence."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from megarl.errors import RunError, UserError
+from megarl.rollout.engine import Engine, last_error
+
+START = "import sys, time; from megarl.rollout.engine import Engine; e = Engine(sys.argv[1], dtype='float32', max_total_tokens=1024)"
+
+
+def processes_of(host):
+    """Processes of the session that the host leads."""
+    out = subprocess.run(["ps", "-eo", "pid,sid,stat"], capture_output=True, text=True, check=True).stdout
+    rows = [line.split() for line in out.splitlines()[1:]]
+    return [int(pid) for pid, session, state in rows if session == str(host) and not state.startswith("Z")]
+
+
+def gone_within(host, seconds):
+    deadline = time.monotonic() + seconds
+    while processes_of(host) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return not processes_of(host)
+
+
+def test_killed_while_running_leaves_nothing(folder):
+    code = START + "; print(e.ready()['pid'], flush=True); time.sleep(100)"
+    owner = subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True)
+    host = int(owner.stdout.readline())
+    assert len(processes_of(host)) >= 2  # the host and the scheduler
+    owner.send_signal(signal.SIGKILL)
+    owner.wait()
+    assert gone_within(host, 10)
+
+
+def test_killed_while_starting_leaves_nothing(folder):
+    owner = subprocess.Popen([sys.executable, "-c", START, str(folder)])
+    host = None
+    deadline = time.monotonic() + 60
+    while host is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+        out = subprocess.run(["ps", "-eo", "pid,ppid"], capture_output=True, text=True, check=True).stdout
+        host = next((int(pid) for pid, parent in (row.split() for row in out.splitlines()[1:]) if parent == str(owner.pid)), None)
+    while len(processes_of(host)) < 3 and time.monotonic() < deadline:  # a scheduler that has not yet imported anything
+        time.sleep(0.05)
+    assert len(processes_of(host)) >= 3
+    owner.send_signal(signal.SIGKILL)
+    owner.wait()
+    assert gone_within(host, 10)
+
+
+def test_a_scheduler_that_dies_is_one_sentence_and_leaves_nothing(folder):
+    """First while running: SGLang takes its whole tree down, and only that."""
+    engine = Engine(str(folder), dtype="float32", max_total_tokens=1024)
+    host = engine.ready()["pid"]
+    scheduler = next(pid for pid in processes_of(host) if b"scheduler" in open(f"/proc/{pid}/cmdline", "rb").read())
+    os.kill(scheduler, signal.SIGKILL)
+    from megarl.batch.sample import Prompt
+    from megarl.rollout.sampling import Sampling
+
+    with pytest.raises(RunError, match="the SGLang engine died"):
+        engine.generate([Prompt("a", [5, 6])], Sampling(max_new_tokens=4))
+    with pytest.raises(RunError, match="is not running"):
+        engine.ready()
+    assert gone_within(host, 5)
+    engine.shutdown()
+
+
+def test_a_scheduler_that_dies_at_start_is_one_sentence(folder):
+    with pytest.raises(RunError, match="died while starting.*: .*Error") as caught:
+        Engine(str(folder), dtype="float32", max_total_tokens=1024, extra={"quantization": "fp8", "kv_cache_dtype": "fp8_e5m2"})
+    assert "\n" not in str(caught.value)
+
+
+def test_unknown_arguments_are_named_before_anything_starts(folder):
+    with pytest.raises(UserError, match="no engine argument max_runing_requests; the nearest that it has is max_running_requests"):
+        Engine(str(folder), extra={"max_runing_requests": 4})
+
+
+def test_shutdown_can_be_repeated_and_takes_the_temporary_files(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    import tempfile
+
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    with pytest.raises(UserError):
+        Engine(str(folder), extra={"no_such_thing": 1})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_last_error_of_a_log(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("hello\nTraceback:\n  File x\ntorch.OutOfMemoryError: no room\n\nEOFError\nbye\n")
+    assert last_error(log) == "torch.OutOfMemoryError: no room"
+    log.write_text("hello\n\n")
+    assert last_error(log) == "hello"
+    assert last_error(tmp_path / "none") == ""
