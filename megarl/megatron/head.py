@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+_CACHE_ELEMENTS = 1 << 20  # 4 MiB of float32
+
 
 class TokenScores(NamedTuple):
     log_probs: torch.Tensor  # (N,) float32
@@ -25,68 +27,83 @@ class _Head(torch.autograd.Function):
     """(N,H) hidden, (V/ranks,H) weight, (N,) targets -> log-probs (N,), entropy (N,)."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, first, vocabulary, temperature, chunk, group):
+    def forward(ctx, hidden, weight, targets, split, temperature, chunk):
         log_probs = hidden.new_empty(len(hidden), dtype=torch.float32)
         entropy, log_z = torch.empty_like(log_probs), torch.empty_like(log_probs)
-        for rows in _chunks(len(hidden), chunk):
-            z = _logits(hidden[rows], weight, first, vocabulary, temperature)
-            top = z.amax(dim=1)
-            _all_reduce(top, dist.ReduceOp.MAX, group)
-            own = targets[rows] - first
-            here = (own >= 0) & (own < z.shape[1])
-            target = z.gather(1, own.clamp(0, z.shape[1] - 1)[:, None])[:, 0].masked_fill(~here, 0.0)
-            z.sub_(top[:, None])
-            weight_of = z.exp()
-            z.masked_fill_(z == float("-inf"), 0.0)  # padding of the vocabulary: 0 · -inf is not 0
-            sums = torch.stack([weight_of.sum(dim=1), (weight_of * z).sum(dim=1), target])
-            _all_reduce(sums, dist.ReduceOp.SUM, group)
+        for rows in _slices(len(hidden), chunk):
+            raw = hidden[rows] @ weight.t()
+            top = torch.full_like(log_z[rows], -torch.inf)
+            if split.real:
+                top = raw[:, : split.real].amax(dim=1).float().div_(temperature)
+            _all_reduce(top, dist.ReduceOp.MAX, split.group)
+            # Σ exp(z - top), Σ exp(z - top)·(z - top), z of the target - top: over this rank's part of the vocabulary.
+            sums = torch.zeros(3, len(raw), dtype=torch.float32, device=raw.device)
+            own, here = split.own(targets[rows])
+            for part in _blocks(raw[:, : split.real]):
+                z = raw[part, : split.real].float().div_(temperature).sub_(top[part, None])
+                sums[2, part] = torch.where(here[part], z.gather(1, own[part, None])[:, 0], 0.0)
+                weights = z.exp()
+                sums[0, part] = weights.sum(dim=1)
+                sums[1, part] = weights.mul_(z).sum(dim=1)
+            _all_reduce(sums, dist.ReduceOp.SUM, split.group)
             log_sum = sums[0].log()
             log_z[rows] = top + log_sum
             entropy[rows] = log_sum - sums[1] / sums[0]
-            log_probs[rows] = sums[2] - log_z[rows]
+            log_probs[rows] = sums[2] - log_sum
         ctx.save_for_backward(hidden, weight, targets, log_z, entropy)
-        ctx.rest = (first, vocabulary, temperature, chunk)
+        ctx.rest = (split, temperature, chunk)
         return log_probs, entropy
 
     @staticmethod
     def backward(ctx, grad_log_probs, grad_entropy):
         hidden, weight, targets, log_z, entropy = ctx.saved_tensors
-        first, vocabulary, temperature, chunk = ctx.rest
+        split, temperature, chunk = ctx.rest
         grad_hidden = torch.empty_like(hidden)
         # Chunks are summed in float32: many small bfloat16 addends would be lost.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         with_entropy = bool(grad_entropy.count_nonzero())
-        for rows in _chunks(len(hidden), chunk):
-            z = _logits(hidden[rows], weight, first, vocabulary, temperature)
-            log_p = z.sub_(log_z[rows, None])
-            p = log_p.exp()
-            grad = p * -grad_log_probs[rows, None]
-            if with_entropy:
-                log_p.masked_fill_(log_p == float("-inf"), 0.0)
-                grad -= grad_entropy[rows, None] * p * (log_p + entropy[rows, None])
-            own = targets[rows] - first
-            here = (own >= 0) & (own < p.shape[1])
-            column = own.clamp(0, p.shape[1] - 1)[:, None]
-            grad.scatter_add_(1, column, (grad_log_probs[rows] * here)[:, None])
-            grad = grad.div_(temperature).to(weight.dtype)
-            grad_hidden[rows] = grad @ weight
-            grad_weight += grad.t() @ hidden[rows]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None, None
+        for rows in _slices(len(hidden), chunk):
+            raw = hidden[rows] @ weight.t()
+            own, here = split.own(targets[rows])
+            g, g_entropy = grad_log_probs[rows, None], grad_entropy[rows, None]
+            raw[:, split.real :] = 0  # no gradient reaches the padding of the vocabulary
+            for part in _blocks(raw[:, : split.real]):
+                log_p = raw[part, : split.real].float().div_(temperature).sub_(log_z[rows][part, None])
+                p = log_p.exp()
+                grad = p * -g[part]
+                if with_entropy:
+                    grad -= log_p.add_(entropy[rows][part, None]).mul_(p).mul_(g_entropy[part])
+                grad.scatter_add_(1, own[part, None], g[part] * here[part, None])
+                raw[part, : split.real] = grad.div_(temperature)
+            grad_hidden[rows] = raw @ weight
+            grad_weight += raw.t() @ hidden[rows]
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
 
 
-def _chunks(total: int, size: int):
+class _Split(NamedTuple):
+    """This rank's part of the vocabulary: entries first … first + real - 1; rows of the weight beyond are padding."""
+
+    first: int
+    real: int
+    group: dist.ProcessGroup | None
+
+    def own(self, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(column in this rank's part, clamped; whether the target is in it)."""
+        own = targets - self.first
+        here = (own >= 0) & (own < self.real)
+        return own.clamp(0, max(self.real - 1, 0)), here
+
+
+def _slices(total: int, size: int):
     return (slice(a, min(a + size, total)) for a in range(0, total, size))
 
 
-def _logits(hidden, weight, first, vocabulary, temperature) -> torch.Tensor:
-    """(n, V/ranks) float32; columns past the real vocabulary are -inf."""
-    z = (hidden @ weight.t()).float()
-    if temperature != 1.0:
-        z.div_(temperature)
-    real = vocabulary - first
-    if real < z.shape[1]:
-        z[:, max(real, 0) :] = float("-inf")
-    return z
+def _blocks(x: torch.Tensor):
+    """Rows to work on at a time: on CPU few enough to stay in the cache while a dozen operations pass over them."""
+    if x.shape[1] == 0:
+        return iter(())
+    rows = len(x) if x.is_cuda else max(1, _CACHE_ELEMENTS // x.shape[1])
+    return _slices(len(x), max(rows, 1))
 
 
 def _all_reduce(x: torch.Tensor, op, group) -> None:
@@ -116,7 +133,6 @@ def token_scores(
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be above 0 to take log-probs at it, not {temperature}")
-    rank = dist.get_rank(group) if group is not None else 0
-    return TokenScores(
-        *_Head.apply(hidden.to(weight.dtype), weight, targets, rank * weight.shape[0], vocabulary, temperature, chunk, group)
-    )
+    first = weight.shape[0] * (dist.get_rank(group) if group is not None else 0)
+    split = _Split(first, max(0, min(weight.shape[0], vocabulary - first)), group)
+    return TokenScores(*_Head.apply(hidden.to(weight.dtype), weight, targets, split, temperature, chunk))

@@ -1,4 +1,4 @@
-"""Rewards that follow from the text and the answer alone: 1.0 or 0.0."""
+"""Rewards that follow from the text and the answer alone."""
 
 from __future__ import annotations
 
@@ -61,6 +61,12 @@ def exact_match(text: str, answer: Any, payload: dict[str, Any], *, ignore_case:
     """1.0 if the whole text is the answer, whatever white space stands around and between its words."""
     said, expected = " ".join(text.split()), " ".join(str(answer).split())
     return float(said.casefold() == expected.casefold() if ignore_case else said == expected)
+
+
+@reward("digit_share")
+def digit_share(text: str, answer: Any, payload: dict[str, Any]) -> float:
+    """The share of characters that are digits; 0.0 of no text. A toy: even a random model earns a little of it, and can learn."""
+    return sum("0" <= character <= "9" for character in text) / max(len(text), 1)
 
 
 @reward("math_verify", check_answer=_text_of)

@@ -93,7 +93,7 @@ def test_what_is_no_finite_number_stops_the_run(tokenizer, given, said):
     ("name", "options", "said"),
     [
         ("last_numbr", {}, "there is no reward 'last_numbr'; did you mean 'last_number'?"),
-        ("zzz", {}, "there are: exact_match, last_number, math_verify"),
+        ("zzz", {}, "there are: digit_share, exact_match, last_number, math_verify"),
         ("no_such_module.score", {}, "importing 'no_such_module' failed: ModuleNotFoundError"),
         ("user_rewards.nothing", {}, "'nothing' is not there in module 'user_rewards'"),
         ("user_rewards.CONSTANT", {}, "'CONSTANT' is not callable in module 'user_rewards'"),
