@@ -1,6 +1,7 @@
-"""What SGLang imports but never calls on a CPU: stand-ins for packages that exist for GPUs only.
+"""What SGLang imports but never calls on a CPU: stand-ins for packages that exist for GPUs only, or that nothing here needs.
 
-SGLang imports Triton and its own kernel package wherever a GPU path is defined, and torchvision and IPython in passing.
+SGLang imports Triton and its own kernel package wherever a GPU path is defined, and torchvision, IPython and some more
+in passing.
 `install()` puts an import hook in place that answers for those names in this process; nothing lies on disk under them, so no
 other process can pick them up by accident. A stand-in has every attribute: error types, types, decorators and submodules
 as its name suggests. Launching a kernel raises RuntimeError.
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 
 ALWAYS = ("triton", "sgl_kernel")  # a CUDA build that is installed fails at import without a driver
-IF_MISSING = ("torchvision", "IPython")
+IF_MISSING = ("torchvision", "IPython", "tvm_ffi", "compressed_tensors", "partial_json_parser", "sentencepiece")
 
 
 class Kernel:
