@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -27,7 +28,10 @@ def cluster(settings: ClusterConfig, logs: Path) -> Iterator[None]:
 
     logging.getLogger("ray").setLevel(logging.ERROR)  # its greeting belongs to nobody's run
     # Unix sockets live below this folder and their paths may not exceed 107 characters, hence not the run folder.
-    scratch = Path(tempfile.mkdtemp(prefix="megarl-ray-", dir="/tmp")) if settings.address is None else None
+    scratch = None
+    if settings.address is None:
+        _remove_stale(Path("/tmp"))
+        scratch = Path(tempfile.mkdtemp(prefix=f"megarl-ray-{os.getpid()}-", dir="/tmp"))
     try:
         _start(ray, settings, scratch)
         yield
@@ -39,6 +43,14 @@ def cluster(settings: ClusterConfig, logs: Path) -> Iterator[None]:
         ray.shutdown()
         if scratch is not None:
             shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _remove_stale(folder: Path) -> None:
+    """What runs left that had no time to clean up, killed with -9."""
+    for path in folder.glob("megarl-ray-*"):
+        owner = re.match(r"megarl-ray-(\d+)-", path.name)
+        if owner and not Path(f"/proc/{owner.group(1)}").exists():
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _start(ray: Any, settings: ClusterConfig, scratch: Path | None) -> None:

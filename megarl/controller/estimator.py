@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megarl.algorithms import get_advantage
+from megarl.algorithms import call, get_advantage
 from megarl.batch import Batch, Level
 from megarl.config.schema import AlgorithmConfig
 
@@ -14,11 +14,16 @@ class Estimator:
 
     def __init__(self, config: AlgorithmConfig):
         self._advantage = get_advantage(config.advantage)
-        self._options = {"normalize_std": config.normalize_std} if config.advantage == "grpo" else {}
+        self._options = {"normalize_std": config.normalize_std}
 
     def __call__(self, batch: Batch) -> Batch:
-        mask_BT = batch.padded("loss_mask")
-        advantages_BT = self._advantage(token_rewards(batch), mask_BT, list(batch["group"]), **self._options).advantages_BT
+        offered = {
+            "reward_BT": token_rewards(batch),
+            "mask_BT": batch.padded("loss_mask"),
+            "group_B": list(batch["group"]),
+            **self._options,
+        }
+        advantages_BT = call(self._advantage, offered).advantages_BT
         return batch.set("advantages", batch.unpad(advantages_BT.float()), Level.RESPONSE)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl import config, models
+from megarl.bridge.hf_io import HFReader
 from megarl.bridge.model_map import ModelMap
 from megarl.config import Config
 from megarl.errors import ConfigError, UserError
@@ -87,6 +88,7 @@ class _Check:
             self.folder = models.resolve(self.cfg.model.path)
             self.model = ModelMap.from_hf(self.folder)
             self.tokenizer = _tokenizer(self.folder)
+            HFReader(self.folder).check(self.model)
         except UserError as error:
             self._add([f"model.path={self.cfg.model.path}: {error}"])
         if self.model is not None:

@@ -32,7 +32,7 @@ class WorkerGroup:
         threads = config.actor.threads or max(1, (os.cpu_count() or 1) // parallel.ranks)
         options = {"num_gpus": 0.5} if torch.cuda.is_available() else {"num_cpus": 0}
         remote = ray.remote(Worker).options(
-            runtime_env={"env_vars": cpu.process_env(threads)}, max_concurrency=1, **options
+            runtime_env={"env_vars": cpu.process_env(threads) | _search_path()}, max_concurrency=1, **options
         )
         self.actors = [remote.remote(config, str(folder)) for _ in range(parallel.ranks)]
         self._total_updates = total_updates
@@ -51,12 +51,17 @@ class WorkerGroup:
         self.places = wait_for(self._pending, "starting the trainer", self._timeout)
 
     def log_probs(self, batch: Batch) -> Batch:
-        """`old_log_probs`, `entropy` (RESPONSE fields)."""
-        return self._forward("log_probs", "log-probs", batch)
+        """`old_log_probs`, `entropy` (RESPONSE fields).
+
+        Mini-batch by mini-batch, cut and packed as `update` will do it, so that the first update sees the very same numbers
+        and its ratio is exactly 1.
+        """
+        parts = batch.split(self.config.algorithm.mini_batches)
+        return Batch.concat([self.forward("log_probs", "log-probs", part) for part in parts])
 
     def score(self, batch: Batch) -> Batch:
         """`log_probs` (RESPONSE field) at temperature 1."""
-        return self._forward("score", "log-probs of the probe", batch)
+        return self.forward("score", "log-probs of the probe", batch)
 
     def update(self, batch: Batch) -> dict[str, float]:
         """The optimizer steps of one step of training: `epochs` passes over `mini_batches` parts of the batch.
@@ -80,7 +85,7 @@ class WorkerGroup:
 
     def _one_update(self, part: Batch) -> dict[str, float]:
         shards, _ = self._shards(part)
-        totals = denominators(part.padded("loss_mask"))
+        totals = denominators(part.padded("loss_mask"), max_length=self.config.rollout.max_new_tokens)
         references = [ray.put(shard) for shard in shards]
         calls = [
             actor.update.remote(references[place["data"]], totals) for actor, place in zip(self.actors, self.places, strict=True)
@@ -94,7 +99,8 @@ class WorkerGroup:
             metrics[name] = max(values) if kind == "max" else sum(values)
         return metrics
 
-    def _forward(self, method: str, what: str, batch: Batch) -> Batch:
+    def forward(self, method: str, what: str, batch: Batch) -> Batch:
+        """Call a method of all ranks on the tokens of a batch; its RESPONSE fields in the batch's order."""
         shards, order = self._shards(batch.select(["tokens"]))
         references = [ray.put(shard) for shard in shards]
         calls = [
@@ -134,7 +140,7 @@ class Reference:
 
     def log_probs(self, batch: Batch) -> Batch:
         """`ref_log_probs` (RESPONSE field)."""
-        return self._group._forward("reference_log_probs", "reference log-probs", batch)
+        return self._group.forward("reference_log_probs", "reference log-probs", batch)
 
 
 class NoReference:
@@ -142,6 +148,11 @@ class NoReference:
 
     def log_probs(self, batch: Batch) -> Batch:
         return batch.select([])
+
+
+def _search_path() -> dict[str, str]:
+    """Ranks find a user's own losses where the controller does: in the folder it was started in, too."""
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), os.getcwd()]))}
 
 
 def _fields(config: Config) -> list[str]:

@@ -59,7 +59,12 @@ class Plan:
         return cls(slots_BL.flatten(), _bias(visible_BQL[:, None]), queries_BQ, real_BQ.flatten())
 
     def attend(
-        self, query_THD: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, output_THD: torch.Tensor, scale: float | None
+        self,
+        query_THD: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        output_THD: torch.Tensor,
+        scale: float | None,
     ) -> None:
         """Fill `output_THD`. keys, values: the whole cache of the layer, (slots, K heads, D)."""
         batch, longest = self.mask_B1QL.shape[0], self.mask_B1QL.shape[-1]

@@ -30,7 +30,8 @@ from megarl.cpu.megatron_mends import MENDS
 
 PACKAGE = "megatron.core"
 _STAND_IN = "__megarl_cuda__"  # the name that rewritten modules know the stand-in by
-_TENSOR_TYPES = {f"torch.cuda.{kind}Tensor": f"torch.{kind}Tensor" for kind in ("Float", "Half", "BFloat16", "Double", "Int", "Long")}
+_ELEMENTS = ("Float", "Half", "BFloat16", "Double", "Int", "Long")
+_TENSOR_TYPES = {f"torch.cuda.{kind}Tensor": f"torch.{kind}Tensor" for kind in _ELEMENTS}
 
 _KERNEL_MODULES = {"megatron.core.transformer.moe.ops.paged_stash"}  # imported always, unguarded, since 0.18 or 0.19
 
@@ -96,7 +97,8 @@ class Cuda:
         return contextlib.nullcontext()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(torch.cuda, name)  # names in annotations, exception types, nvtx: real, and never called on this path
+        # names in annotations, exception types, nvtx: the real ones, never called on this path
+        return getattr(torch.cuda, name)
 
 
 class _Retarget(ast.NodeTransformer):

@@ -49,7 +49,8 @@ def _moe_utils(module: ModuleType) -> None:
 def _distrib_optimizer(module: ModuleType) -> None:
     """torch's AdamW keeps a `step` tensor a parameter; the distributed optimizer was written for optimizers that do not."""
     cls = module.DistributedOptimizer
-    set_states, state_dict, load_state_dict = cls._set_main_param_and_optimizer_states, cls.state_dict, cls.load_state_dict
+    set_states = cls._set_main_param_and_optimizer_states
+    state_dict, load_state_dict = cls.state_dict, cls.load_state_dict
 
     def set_main_param_and_states(self: Any, model_param: Any, tensors: dict[str, torch.Tensor]) -> Any:
         # copies every key of the state, but a checkpoint's shards hold no `step`: load_state_dict has restored it already

@@ -71,6 +71,13 @@ class StandIn(ModuleType):
         return lambda function: function  # @decorator(...)
 
 
+class _Config:
+    """One configuration of an autotuned kernel."""
+
+    def __init__(self, kwargs: dict[str, Any] | None = None, **options: Any):
+        self.kwargs = kwargs or {}
+
+
 def _fill_triton(module: Any) -> None:
     def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
         return Kernel if function is None else Kernel(function)
@@ -81,7 +88,7 @@ def _fill_triton(module: Any) -> None:
     module.__version__ = "0.0.0"
     module.jit, module.cdiv, module.next_power_of_2 = jit, lambda a, b: -(-a // b), next_power_of_2
     module.autotune = module.heuristics = lambda *args, **kwargs: lambda function: function
-    module.Config = type("Config", (), {"__init__": lambda self, kwargs=None, **options: setattr(self, "kwargs", kwargs or {})})
+    module.Config = _Config
 
 
 def _fill_triton_backends(module: Any) -> None:
@@ -94,7 +101,12 @@ def _fill_triton_language(module: Any) -> None:
 
 def _fill_sgl_kernel(module: Any) -> None:
     def assign_req_to_token_pool_cpu(
-        requests: torch.Tensor, table: torch.Tensor, start: torch.Tensor, end: torch.Tensor, slots: torch.Tensor, width: int
+        requests: torch.Tensor,
+        table: torch.Tensor,
+        start: torch.Tensor,
+        end: torch.Tensor,
+        slots: torch.Tensor,
+        width: int,
     ) -> None:
         """table[request, start:end] = that request's part of the cache slots: the one kernel that SGLang's CPU path needs."""
         at = 0
@@ -157,4 +169,5 @@ def install() -> None:
         return
     if "sglang" in sys.modules:
         raise RuntimeError("the stand-ins must be installed before the first import of sglang")
-    sys.meta_path.insert(0, _Finder([*ALWAYS, *(name for name in IF_MISSING if importlib.util.find_spec(name) is None)]))
+    missing = [name for name in IF_MISSING if importlib.util.find_spec(name) is None]
+    sys.meta_path.insert(0, _Finder([*ALWAYS, *missing]))

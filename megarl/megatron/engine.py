@@ -80,7 +80,9 @@ class MegatronEngine:
         stage.load_hf(self.model, self.map, folder, place)
         self.optimizer: Optimizer | None = None
         if optimizer is not None:
-            self.model = data_parallel(self.config, self.model, optimizer.distributed)
+            # Sharding over a single rank would only copy everything once more.
+            sharded = optimizer.distributed and place.data_size > 1
+            self.model = data_parallel(self.config, self.model, sharded)
             self.optimizer = Optimizer(self.model, optimizer, settings.dtype, total_updates)
             self.config.grad_scale_func = self.optimizer.inner.scale_loss
         self.config.finalize_model_grads_func = _sum_gradients

@@ -21,11 +21,12 @@ class UpdateResult(NamedTuple):
     lr: float  # that this update used
 
 
-def data_parallel(config: TransformerConfig, model: torch.nn.Module, distributed: bool) -> DistributedDataParallel:
-    """Gradients in float32 buffers, summed (never averaged) over the data-parallel ranks."""
+def data_parallel(config: TransformerConfig, model: torch.nn.Module, sharded: bool) -> DistributedDataParallel:
+    """Gradients in float32 buffers, summed (never averaged) over the data-parallel ranks; `sharded`: so that each rank ends
+    with its part of the sum (distributed optimizer)."""
     return DistributedDataParallel(
         config,
-        DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed),
+        DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded),
         model,
     )
 
@@ -50,7 +51,7 @@ class Optimizer:
             clip_grad=settings.clip_grad,
             bf16=dtype == "bfloat16",
             params_dtype=torch.bfloat16 if dtype == "bfloat16" else torch.float32,
-            use_distributed_optimizer=settings.distributed,
+            use_distributed_optimizer=model.ddp_config.use_distributed_optimizer,
         )
         self.inner = get_megatron_optimizer(config, [model], config_overrides=get_standard_config_overrides(config))
         if not torch.cuda.is_available():

@@ -179,12 +179,13 @@ class Engine:
 
 
 def last_error(log: Path) -> str:
-    """The last line of a log that names an exception, else its last line, else ''; the first cause where there are several."""
+    """The last line of a log that names an exception, else its last line, else ''."""
     try:
         lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     except OSError:
         return ""
-    errors = [line for line in lines if _ERROR_LINE.match(line) and not line.startswith(("EOFError", "KeyboardInterrupt"))]
+    echoes = ("EOFError", "KeyboardInterrupt")  # of processes that lost the one that failed
+    errors = [line for line in lines if _ERROR_LINE.match(line) and not line.startswith(echoes)]
     return (errors or lines or [""])[-1][:500]
 
 

@@ -67,7 +67,7 @@ def serve(connection: Connection) -> None:
             answer = ("error", "user", str(error))
         except RunError as error:
             answer = ("error", "run", str(error))
-        except Exception as error:  # whatever SGLang raises: the caller decides, this process goes on
+        except Exception as error:  # noqa: BLE001  whatever SGLang raises: the caller decides, this process goes on
             import traceback
 
             traceback.print_exc()
@@ -75,11 +75,18 @@ def serve(connection: Connection) -> None:
         connection.send(answer)
 
 
+def prepare_imports() -> None:
+    """What has to happen in each process of an engine before `sglang` is imported."""
+    enter_sglang()
+    # SGLang's debugging helpers import Megatron wherever it is installed: seconds of start-up and memory for nothing
+    sys.modules["megatron.core"] = None  # type: ignore[assignment]
+
+
 if __name__ == "__mp_main__":  # a process that SGLang spawned: Python imports the parent's main module first
     die_with_parent()
-    enter_sglang()
+    prepare_imports()
 
 if __name__ == "__main__":
     die_with_other_end(int(sys.argv[1]))
-    enter_sglang()
+    prepare_imports()
     serve(Connection(int(sys.argv[1])))

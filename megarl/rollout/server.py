@@ -40,7 +40,7 @@ class _Quiet(SGLangEngine):
     """Without the detokenizer's process: token ids go in and out, so it would only cost start-up time and memory."""
 
     @classmethod
-    def _launch_detokenizer_subprocesses(cls, server_args: Any, port_args: Any, run_detokenizer_process_func: Any) -> Any:
+    def _launch_detokenizer_subprocesses(cls, *args: Any, **kwargs: Any) -> tuple[list[Any], list[str]]:
         return [], []
 
 
@@ -82,9 +82,10 @@ class Server:
             return []
         for ids in prompts:
             if not 0 < len(ids) <= self.longest_prompt:
-                raise UserError(f"a prompt has {len(ids)} tokens; 1 to {self.longest_prompt} are possible with this engine")
+                raise UserError(f"a prompt has {len(ids)} tokens; this engine takes 1 to {self.longest_prompt}")
         room = min(self.context_length, self.max_total_tokens) - 1
-        if sampling.n > 1:  # the copies then find the prompt in the cache; SGLang's own n prefills one prompt after the other
+        if sampling.n > 1:
+            # the copies then find their prompt in the cache; SGLang's own `n` prefills one prompt after the other
             self.engine.generate(input_ids=prompts, sampling_params={"max_new_tokens": 0, "temperature": 0.0})
         prompts = [ids for ids in prompts for _ in range(sampling.n)]
         common = {
