@@ -14,10 +14,11 @@ def missing():
     if importlib.util.find_spec("venv") is None or importlib.util.find_spec("ensurepip") is None:
         return f"{sys.executable} has no venv module: install it first (Debian, Ubuntu: python3.11-venv)."
     compiler = (sysconfig.get_config_var("CC") or "cc").split()[0]
+    because = "One dependency (pycosat) is compiled on installation, and"
     if shutil.which(compiler) is None:
-        return f"One dependency (pycosat) is compiled, and there is no C compiler ({compiler}): install one (Debian, Ubuntu: gcc)."
+        return f"{because} there is no C compiler ({compiler}): install one first (Debian, Ubuntu: gcc)."
     if not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
-        return f"One dependency (pycosat) is compiled, and {sys.executable} has no C headers: install them (Debian, Ubuntu: python3.11-dev)."
+        return f"{because} {sys.executable} has no C headers: install them first (Debian, Ubuntu: python3.11-dev)."
     return None
 
 

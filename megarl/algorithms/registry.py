@@ -55,7 +55,7 @@ class Registry(Generic[F]):
         except (ImportError, AttributeError, ValueError) as error:
             raise ValueError(f"{self.kind} {name!r} cannot be imported: {error}") from error
         self._check(name, function)
-        return function  # type: ignore[no-any-return]
+        return function
 
     def _check(self, name: str, function: Any) -> None:
         if not callable(function):

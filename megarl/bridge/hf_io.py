@@ -153,10 +153,10 @@ class HFWriter:
         self._stack = ExitStack()
         shards = self._plan(shard_bytes)
         names = [_shard_name(number, len(shards)) for number in range(len(shards))]
-        for name, shard in zip(names, shards):
+        for name, shard in zip(names, shards, strict=True):
             self._begin(name, shard)
         if len(shards) > 1:
-            weight_map = {tensor: name for name, shard in zip(names, shards) for tensor in shard}
+            weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
             index = {"metadata": {"total_size": sum(map(self._bytes, self._shapes))}, "weight_map": weight_map}
             (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
@@ -284,7 +284,7 @@ def export_tensors(
         for rank in range(1 if parameter.replicated else tp_size):
             local = fetch(parameter, rank).detach()
             if not whole:
-                shapes = zip(parameter.hf_names, parameter.hf_shapes)
+                shapes = zip(parameter.hf_names, parameter.hf_shapes, strict=True)
                 whole = {name: local.new_empty(shape) for name, shape in shapes}
             for copy in parameter.copies(rank, tp_size):
                 whole[copy.hf_name][copy.hf] = local[copy.local]

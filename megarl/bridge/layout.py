@@ -66,7 +66,7 @@ def uncovered(shape: Shape, regions: Sequence[tuple[slice, ...]]) -> str | None:
     """None where `regions` cover every element of `shape` exactly once, else what is wrong, in words."""
     boxes = [tuple((s.start, s.stop) for s in region) for region in regions]
     for box in boxes:
-        if len(box) != len(shape) or any(not 0 <= start < stop <= size for (start, stop), size in zip(box, shape)):
+        if len(box) != len(shape) or any(not 0 <= start < stop <= size for (start, stop), size in zip(box, shape, strict=True)):
             return f"a region {box} lies outside of {shape}"
     volume = sum(_volume(box) for box in boxes)
     whole = _volume(tuple((0, size) for size in shape))
@@ -78,7 +78,7 @@ def uncovered(shape: Shape, regions: Sequence[tuple[slice, ...]]) -> str | None:
         for other in boxes[index + 1 :]:
             if other[0][0] >= box[0][1]:
                 break
-            if all(a[0] < b[1] and b[0] < a[1] for a, b in zip(box, other)):
+            if all(a[0] < b[1] and b[0] < a[1] for a, b in zip(box, other, strict=True)):
                 return f"regions {box} and {other} overlap"
     return None if volume == whole else f"{volume} elements are written for {whole}"
 

@@ -93,7 +93,7 @@ class ModelMap:
         self.hf_shapes: dict[str, Shape] = {}  # every tensor of the checkpoint, in the order in which it is exported
         for parameter in self.parameters:
             if parameter.exported:
-                self.hf_shapes.update(zip(parameter.hf_names, parameter.hf_shapes))
+                self.hf_shapes.update(zip(parameter.hf_names, parameter.hf_shapes, strict=True))
         _check_names(self.parameters)
         for tp_size in self.tensor_sizes():
             self.prove(tp_size)
@@ -187,7 +187,7 @@ class ModelMap:
         for parameter in self.parameters:
             if parameter.layer not in (None, 0):
                 continue
-            shapes.update(zip(parameter.hf_names, parameter.hf_shapes))
+            shapes.update(zip(parameter.hf_names, parameter.hf_shapes, strict=True))
             for rank in range(tp_size):
                 copies = parameter.copies(rank, tp_size)
                 real = _real_shape(parameter, rank, tp_size)

@@ -11,7 +11,7 @@ import ray
 import torch
 
 from megarl import cpu
-from megarl.batch import Batch, Prompt, Sample
+from megarl.batch import Prompt, Sample
 from megarl.config import Config
 from megarl.controller.calls import wait_for
 from megarl.reshard.bucket import BucketSpec

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -58,7 +59,7 @@ def packed_params(packed: Packed, dtype: torch.dtype) -> PackedSeqParams:
     """Megatron's description of a packed row."""
     if uses_transformer_engine():
         bounds = [s.start for s in packed.segments] + [len(packed.tokens)]
-        lengths = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
+        lengths = [b - a for a, b in pairwise(bounds)]
         ends = torch.tensor(bounds, dtype=torch.int32, device=device())
         return PackedSeqParams(
             qkv_format="thd",

@@ -206,7 +206,7 @@ def _tokenizer(reader: Any) -> Tokenizer:
     merges = [tuple(merge.split(" ")) for merge in _field(reader, "tokenizer.ggml.merges")]
     tokenizer = byte_level(BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges))
     kinds = _field(reader, "tokenizer.ggml.token_type")
-    tokenizer.add_special_tokens([special(token) for token, kind in zip(tokens, kinds) if kind == CONTROL])
+    tokenizer.add_special_tokens([special(token) for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL])
     return tokenizer
 
 

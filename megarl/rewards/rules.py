@@ -25,8 +25,8 @@ def find_last_number(text: str) -> Decimal | None:
     belongs to the number only if digits follow. 3-5 ends with 5: the sign there is an operator.
     """
     last = None
-    for last in _NUMBER.finditer(text):
-        pass
+    for found in _NUMBER.finditer(text):
+        last = found
     if last is None:
         return None
     sign, fraction, exponent = last["sign"] or "", last["fraction"] or last["bare"] or "", last["exponent"] or ""

@@ -77,7 +77,7 @@ def test_samples_and_back(seed: int) -> None:
         "rollout_log_probs": ("response", "torch.float32"),
         "weight_version": ("sample", "torch.int64"),
         "reward": ("sample", "torch.float32"),
-        **{name: ("sample", "object") for name in ("uid", "group", "stop_reason", "payload")},
+        **dict.fromkeys(("uid", "group", "stop_reason", "payload"), ("sample", "object")),
     }
 
 

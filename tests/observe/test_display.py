@@ -194,7 +194,7 @@ def test_a_line_says_what_is_missing_and_what_is_not_finite():
         .plain
     )
     assert "0.500 ███" in text and " inf " in text and " nan " in text and text.count("·") == 11
-    extreme = {key: 123456789.0 for key in metrics_of(1)}
+    extreme = dict.fromkeys(metrics_of(1), 123456789.0)
     assert len(StepLine(10, 118).line(1, extreme).plain) == len(text)
 
 
