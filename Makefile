@@ -31,7 +31,7 @@ test-all: lint ## lint, then every test
 lint: venv ## ruff, the rules of the rooms, types
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/lint-imports --no-cache
+	@$(BIN)/lint-imports --no-cache --no-logo
 	@$(BIN)/mypy
 
 invariants: venv ## what must hold, as a table; also build/invariants.json
