@@ -22,6 +22,7 @@ def cluster(settings: ClusterConfig, logs: Path) -> Iterator[None]:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"  # an actor without GPUs must not lose sight of CPU-only settings
     os.environ["RAY_DEDUP_LOGS"] = "0"
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would let anything else on the machine starve a run
     if settings.port is not None:
         os.environ["RAY_GCS_SERVER_PORT"] = str(settings.port)
     import ray

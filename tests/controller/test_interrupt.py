@@ -1,0 +1,150 @@
+"""Ctrl-C, SIGTERM and kill -9 at every stage: nothing of a run outlives it, and its folder stays readable."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.controller.runs import LEARNABLE, Run
+
+GONE = 10.0  # seconds, from the signal to the end of the last process
+LONG = (*LEARNABLE, "run.steps=1000")
+SLOW_SAMPLING = ("rollout.max_new_tokens=380", "rollout.n=32", "rollout.max_total_tokens=65536")
+
+
+def started(run: Run) -> bool:
+    """The cluster is up and the parts are being built."""
+    return any("ray::Worker" in title for title in run.alive().values())
+
+
+def steps(run: Run, count: int) -> bool:
+    return len(run.steps()) >= count
+
+
+def evaluated(run: Run) -> bool:
+    return any(path.read_text() for path in run.root.glob("*/metrics.jsonl"))
+
+
+def ended_by(run: Run, number: int, *, group: bool = True) -> int:
+    """Send a signal; the exit code, once every process has gone in time."""
+    sent = time.monotonic()
+    run.signal(number, group=group)
+    code = run.code(GONE)
+    run.gone(max(0.1, GONE - (time.monotonic() - sent)))
+    return code
+
+
+def check_interrupted(run: Run) -> None:
+    assert run.leftovers() == []
+    assert run.said == ["megarl: interrupted"] and "Traceback" not in run.err + run.out
+    folder = run.run_folder
+    assert json.loads((folder / "summary.json").read_text())["status"] == "interrupted"
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        run.lines(name)  # whole lines only
+
+
+def test_ctrl_c_between_steps_and_a_new_run(tmp_path: Path) -> None:
+    with Run(tmp_path / "first", *LONG) as run:
+        run.until(lambda: steps(run, 2), 150, "two steps")
+        assert ended_by(run, signal.SIGINT) == 130
+        check_interrupted(run)
+        assert json.loads((run.run_folder / "summary.json").read_text())["steps"] >= 2
+    with Run(tmp_path / "second", *LEARNABLE, "run.steps=1", "evaluation.every=0") as run:
+        assert run.finish() == 0
+        assert run.leftovers() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_while_starting(tmp_path: Path, number: int) -> None:
+    with Run(tmp_path, *LONG) as run:
+        run.until(lambda: started(run), 60, "a worker")
+        time.sleep(1.0)
+        assert ended_by(run, number) == 130
+        check_interrupted(run)
+
+
+@pytest.mark.slow
+def test_before_anything_is_started(tmp_path: Path) -> None:
+    with Run(tmp_path, *LONG) as run:
+        time.sleep(1.0)  # imports
+        assert ended_by(run, signal.SIGINT) == 130
+        assert run.said == ["megarl: interrupted"] and "Traceback" not in run.err
+        assert not run.root.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_while_sampling(tmp_path: Path, number: int) -> None:
+    with Run(tmp_path, *LONG, *SLOW_SAMPLING, "evaluation.max_new_tokens=4") as run:
+        run.until(lambda: evaluated(run), 150, "the first evaluation")
+        time.sleep(1.0)
+        assert not steps(run, 1)
+        assert ended_by(run, number) == 130
+        check_interrupted(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["reward", "policy_loss"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_inside_a_function_of_the_user(tmp_path: Path, stage: str, number: int) -> None:
+    """In the driver's process (a reward) and in the ranks' (a loss, in the middle of Megarl's update)."""
+    name = {"reward": "reward.name", "policy_loss": "algorithm.policy_loss"}[stage]
+    hook = {"reward": "waiting_reward", "policy_loss": "waiting_loss"}[stage]
+    reached = tmp_path / "reached"
+    overrides = (*LONG, f"{name}=tests.controller.hooks.{hook}", "data.eval=null")
+    with Run(tmp_path, *overrides, environment={"MEGARL_TEST_REACHED": str(reached)}) as run:
+        run.until(reached.exists, 150, f"a call of {hook}")
+        assert ended_by(run, number) == 130
+        check_interrupted(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("later", [0.0, 0.17, 0.34, 0.51, 0.68])
+def test_ctrl_c_anywhere_in_a_step(tmp_path: Path, later: float) -> None:
+    """More than half of a step of this model is resharding."""
+    with Run(tmp_path, *LONG) as run:
+        run.until(lambda: steps(run, 1), 150, "a step")
+        time.sleep(later)
+        assert ended_by(run, signal.SIGINT) == 130
+        check_interrupted(run)
+
+
+@pytest.mark.slow
+def test_ctrl_c_twice(tmp_path: Path) -> None:
+    """The second one comes while the run cleans up."""
+    with Run(tmp_path, *LONG) as run:
+        run.until(lambda: steps(run, 1), 150, "a step")
+        run.signal(signal.SIGINT)
+        time.sleep(0.5)
+        assert ended_by(run, signal.SIGINT) == 130
+        assert run.leftovers() == []
+        assert "Traceback" not in run.err
+
+
+@pytest.mark.slow
+def test_sigterm_to_the_command_alone(tmp_path: Path) -> None:
+    with Run(tmp_path, *LONG) as run:
+        run.until(lambda: steps(run, 1), 150, "a step")
+        assert ended_by(run, signal.SIGTERM, group=False) == 130
+        check_interrupted(run)
+
+
+@pytest.mark.slow
+def test_kill_of_the_command(tmp_path: Path) -> None:
+    """Nobody can clean up: processes end by themselves, files go with the next run."""
+    with Run(tmp_path / "first", *LONG) as run:
+        run.until(lambda: steps(run, 1), 150, "a step")
+        run.signal(signal.SIGKILL, group=False)
+        assert run.code(5) == 128 + signal.SIGKILL
+        run.gone(20)
+        run.lines("metrics.jsonl")
+        left = run.leftovers()
+        assert left
+        with Run(tmp_path / "second", *LEARNABLE, "run.steps=1", "data.eval=null") as following:
+            assert following.finish() == 0
+        assert not [path for path in left if Path(path).exists() and str(run.scratch) not in path]
