@@ -1,9 +1,9 @@
 """Attention for all sequences of a batch in one call, for SGLang on CPU.
 
-SGLang's `torch_native` backend calls SDPA once a sequence and layer: with 64 short sequences that is most of a decode step.
-`activate` registers, under the same name, a backend that gathers the cache of the whole batch, padded to the longest sequence, and
-calls SDPA once a layer. Everything is computed in float32, also where the cache is bfloat16 (the products are then exact, and only
-the result is rounded). Sliding windows, cross attention, encoders and long prefills go the old way.
+SGLang's `torch_native` backend calls SDPA once a sequence and layer: with 64 short sequences that is most of a decode
+step. `activate` registers, under the same name, a backend that gathers the cache of the whole batch, padded to the longest
+sequence, and calls SDPA once a layer. Everything is computed in float32, also where the cache is bfloat16: the products are
+then exact, and only the result is rounded. Sliding windows, cross attention, encoders and long prefills go the old way.
 
 SGLang loads this in each of its processes through the entry point group `sglang.srt.plugins`. It does nothing where CUDA is.
 """
@@ -25,7 +25,11 @@ def activate() -> None:
         return
     from sglang.srt.layers.attention import attention_registry
 
-    attention_registry.ATTENTION_BACKENDS["torch_native"] = lambda runner: _backend_class()(runner)
+    attention_registry.ATTENTION_BACKENDS["torch_native"] = _create
+
+
+def _create(runner: Any) -> Any:
+    return _backend_class()(runner)  # only now: importing the base class while plugins load would be too early
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class Plan:
     def of(
         cls, table: torch.Tensor, rows_B: torch.Tensor, lengths_B: torch.Tensor, new_B: torch.Tensor | None = None
     ) -> Plan:
-        """For sequences of `lengths_B` tokens whose cache slots are `table[rows_B]`, the last `new_B` (None: one) being queries."""
+        """For sequences of `lengths_B` tokens, cached at `table[rows_B]`, of which the last `new_B` are queries (None: one)."""
         longest = int(lengths_B.max())
         seen_BL = torch.arange(longest) < lengths_B[:, None]
         slots_BL = table[rows_B.long(), :longest].long().masked_fill_(~seen_BL, 0)
@@ -107,18 +111,21 @@ def _backend_class() -> type:
                 self.plan = Plan.of(*where, forward_batch.extend_seq_lens)
 
         def _run_sdpa_forward_decode(self, query: Any, output: Any, k: Any, v: Any, *where: Any, **how: Any) -> Any:
-            if not self._batched(how):
+            plan = self._plan(how)
+            if plan is None:
                 return super()._run_sdpa_forward_decode(query, output, k, v, *where, **how)
-            self.plan.attend(query, k, v, output, how.get("scaling"))
+            plan.attend(query, k, v, output, how.get("scaling"))
             return output
 
         def _run_sdpa_forward_extend(self, query: Any, output: Any, k: Any, v: Any, *where: Any, **how: Any) -> Any:
-            if not self._batched(how) or not how.get("causal"):
+            plan = self._plan(how)
+            if plan is None or not how.get("causal"):
                 return super()._run_sdpa_forward_extend(query, output, k, v, *where, **how)
-            self.plan.attend(query, k, v, output, how.get("scaling"))
+            plan.attend(query, k, v, output, how.get("scaling"))
             return output
 
-        def _batched(self, how: dict[str, Any]) -> bool:
-            return self.plan is not None and not how.get("is_cross_attn") and how.get("sliding_window_size") is None
+        def _plan(self, how: dict[str, Any]) -> Plan | None:
+            plain = not how.get("is_cross_attn") and how.get("sliding_window_size") is None
+            return self.plan if plain else None
 
     return BatchedAttention

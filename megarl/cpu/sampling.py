@@ -1,7 +1,8 @@
 """Sampling from a large vocabulary, for SGLang on CPU.
 
-`torch.multinomial` draws one random number a token of the vocabulary: for 64 sequences and 49,152 tokens 30 to 100 ms, half of
-a decode step of a small model. Here one random number a sequence is looked up in the cumulated distribution, in two levels: 0.5 ms.
+`torch.multinomial` draws one random number a token of the vocabulary: for 64 sequences and 49,152 tokens 30 to 100 ms, up to
+half of a decode step of a small model. Here one random number a sequence is looked up in the cumulated distribution, in two
+levels: 0.5 ms.
 
 Loaded through the entry point group `sglang.srt.plugins`, like `megarl.cpu.attention`. It does nothing where CUDA is.
 """

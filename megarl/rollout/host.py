@@ -60,6 +60,7 @@ def serve(connection: Connection) -> None:
         return server.info()
 
     while True:
+        answer: tuple[Any, ...]
         method, arguments = connection.recv()
         try:
             answer = ("ok", start(*arguments) if method == "start" else getattr(server, method)(*arguments))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,8 @@ def load_bucket(model: torch.nn.Module, bucket: BucketSpec) -> dict[str, Any]:
             raise RunError(f"{item.name} came as {item.shape}, the engine's model has it as {tuple(view.shape)}")
         if str(view.dtype) != f"torch.{item.dtype}":
             raise RunError(f"{item.name} came as {item.dtype}, the engine's model has it as {view.dtype}")
-    model.load_weights(iter(bucket.views().items()))
+    load_weights: Callable[[Any], Any] = model.load_weights  # type: ignore[assignment]
+    load_weights(iter(bucket.views().items()))
     prints = {item.name: fingerprint(own[item.name]) for item in bucket.tensors} if bucket.fingerprint else {}
     return {"fingerprints": prints, "expected": list(own)}
 

@@ -13,7 +13,13 @@ from megarl.cpu import megatron_hook, process_env
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
     """A fresh interpreter: the hook is about what was imported before."""
-    return subprocess.run([sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=180)
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
 
 
 def rewritten(code: str) -> str:

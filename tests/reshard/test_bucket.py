@@ -22,7 +22,9 @@ def test_written_here_read_there(tmp_path):
         "import sys; from megarl.reshard.bucket import BucketSpec; spec = BucketSpec.from_json(sys.argv[1])\n"
         "print({n: (tuple(t.shape), str(t.dtype), float(t.sum())) for n, t in spec.views().items()}, spec.fingerprint)"
     )
-    out = subprocess.run([sys.executable, "-c", code, spec.to_json()], capture_output=True, text=True, check=True).stdout
+    out = subprocess.run(
+        [sys.executable, "-c", code, spec.to_json()], capture_output=True, text=True, check=True
+    ).stdout
     expected = {
         "a.weight": ((3, 5), "torch.bfloat16", 15.0),
         "b.bias": ((7,), "torch.float32", 14.0),

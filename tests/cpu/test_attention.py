@@ -1,0 +1,141 @@
+"""Batched attention: the numbers of one call a sequence, for decoding and prefilling, whatever the lengths."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from megarl.cpu.attention import Plan
+
+HEADS, KV, DIM, SLOTS = 6, 2, 24, 400
+
+
+def problem(lengths, new, dtype, seed=0):
+    """A cache with scattered slots and the queries of the last `new` tokens of every sequence."""
+    g = torch.Generator().manual_seed(seed)
+    keys, values = (torch.randn(SLOTS, KV, DIM, generator=g).to(dtype) for _ in range(2))
+    table = torch.full((len(lengths) + 3, max(lengths) + 5), SLOTS - 1, dtype=torch.int32)
+    rows = torch.randperm(len(lengths) + 3, generator=g)[: len(lengths)]
+    free = torch.randperm(SLOTS, generator=g).to(torch.int32)
+    for row, length in zip(rows, lengths, strict=True):
+        table[row, :length], free = free[:length], free[length:]
+    query = torch.randn(sum(new), HEADS, DIM, generator=g).to(dtype)
+    return query, keys, values, table, rows
+
+
+def one_by_one(query, keys, values, table, rows, lengths, new):
+    """float64, a sequence at a time."""
+    out, start = torch.empty(query.shape, dtype=torch.float64), 0
+    for row, length, count in zip(rows, lengths, new, strict=True):
+        slots = table[row, :length].long()
+        k, v = (cache[slots].double().transpose(0, 1).repeat_interleave(HEADS // KV, 0) for cache in (keys, values))
+        seen = torch.arange(length) <= torch.arange(length - count, length)[:, None]
+        q = query[start : start + count].double().transpose(0, 1)
+        out[start : start + count] = scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(0, 1)
+        start += count
+    return out
+
+
+CASES = {
+    "decode": ([9, 1, 30, 17], None),
+    "prefill": ([9, 1, 30, 17], [9, 1, 30, 17]),
+    "prefill after a cached prefix": ([9, 4, 30, 17], [2, 1, 30, 5]),
+    "one query each": ([9, 4, 30], [1, 1, 1]),
+    "alone": ([12], [7]),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", CASES)
+def test_equals_one_call_a_sequence(case, dtype):
+    lengths, new = CASES[case]
+    counts = new or [1] * len(lengths)
+    query, keys, values, table, rows = problem(lengths, counts, dtype)
+    plan = Plan.of(table, rows, torch.tensor(lengths), None if new is None else torch.tensor(new))
+    output = torch.full_like(query, float("nan"))
+    plan.attend(query, keys, values, output, DIM**-0.5)
+    exact = one_by_one(query, keys, values, table, rows, lengths, counts)
+    if dtype == torch.float32:
+        assert (output.double() - exact).abs().max() < 2e-6
+    else:  # float32 inside: nothing but the rounding of the result is lost
+        assert (output.double() - exact).abs().max() <= (exact.abs() * 2**-8 + 2e-6).max()
+        assert (output == exact.to(dtype)).float().mean() > 0.99
+
+
+def test_what_is_not_seen_does_not_matter():
+    lengths, new = CASES["prefill after a cached prefix"]
+    query, keys, values, table, rows = problem(lengths, new, torch.float32)
+    plan = Plan.of(table, rows, torch.tensor(lengths), torch.tensor(new))
+    first, second = torch.empty_like(query), torch.empty_like(query)
+    plan.attend(query, keys, values, first, None)
+    unused = torch.ones(SLOTS, dtype=torch.bool)
+    for row, length in zip(rows, lengths, strict=True):
+        unused[table[row, :length].long()] = False
+    unused[0] = False  # padding reads slot 0, under a mask
+    keys[unused], values[unused] = 1e3, float("inf")
+    plan.attend(query, keys, values, second, None)
+    assert torch.equal(first, second)
+
+
+def test_sglang_loads_both_plugins_and_its_backend_gives_the_same_numbers():
+    """In a process of its own, as SGLang's: entry points, registry, and both backends on one batch."""
+    code = """
+        from megarl.cpu import enter_sglang
+        assert enter_sglang()
+        import torch
+        from types import SimpleNamespace as Some
+        from sglang.srt.plugins import load_plugins
+        load_plugins()
+        from sglang.srt.layers.attention import attention_registry
+        from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+        from sglang.srt.layers import sampler
+        torch.manual_seed(0)
+        keys, values = torch.randn(2, 200, 2, 24)
+        table = torch.randperm(200)[:180].view(3, 60).int()
+        pool = Some(get_key_buffer=lambda layer: keys, get_value_buffer=lambda layer: values)
+        runner = Some(device="cpu", req_to_token_pool=Some(req_to_token=table), token_to_kv_pool=pool)
+        ours, theirs = attention_registry.ATTENTION_BACKENDS["torch_native"](runner), TorchNativeAttnBackend(runner)
+        assert type(ours).__name__ == "BatchedAttention"
+        layer = Some(qk_head_dim=24, v_head_dim=24, tp_q_head_num=6, tp_k_head_num=2, is_cross_attention=False, layer_id=0,
+                     attn_type=None, scaling=24**-0.5, sliding_window_size=None)
+        lengths, new = torch.tensor([60, 7, 31]), torch.tensor([20, 7, 1])
+        mode = Some(is_decode=lambda: False)
+        batch = Some(encoder_lens=None, seq_lens=lengths, req_pool_indices=torch.tensor([2, 0, 1]), forward_mode=mode,
+                     extend_seq_lens=new, extend_prefix_lens=lengths - new, out_cache_loc=None, encoder_out_cache_loc=None)
+        for window in (None, 8):
+            layer.sliding_window_size = window
+            for method, tokens in (("forward_extend", 28), ("forward_decode", 3)):
+                mode.is_decode = lambda: method == "forward_decode"
+                query = torch.randn(tokens, 6 * 24)
+                results = []
+                for backend in (ours, theirs):
+                    backend.init_forward_metadata(batch)
+                    results.append(getattr(backend, method)(query, None, None, layer, batch))
+                assert ours.plan is not None
+                assert (results[0] - results[1]).abs().max() < 2e-6, (method, window)
+        probs = torch.zeros(5, 300); probs[:, 7] = 1
+        torch.multinomial = None  # must not be called
+        assert sampler.sampling_from_probs_torch(probs).tolist() == [7] * 5
+        print("same")
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.stdout.strip().endswith("same"), done.stderr[-3000:]
+
+
+def test_silent_where_cuda_is(monkeypatch):
+    from megarl.cpu import attention, sampling
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    before = set(sys.modules)
+    attention.activate()
+    sampling.activate()
+    assert not [name for name in set(sys.modules) - before if name.startswith("sglang")]
