@@ -10,19 +10,23 @@ from pathlib import Path
 
 from megarl.batch import Sample
 from megarl.errors import UserError
+from megarl.observe.files import Appender, writing
 
 
 class Recorder:
     """Appends every step's samples to a file, made anew."""
 
     def __init__(self, path: Path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("w", encoding="utf-8")
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.is_file():
+                path.unlink()
+        self._file = Appender(path)
 
     def add(self, step: int, samples: Sequence[Sample]) -> None:
-        for sample in samples:
-            self._file.write(json.dumps({"step": step, "sample": asdict(sample)}) + "\n")
-        self._file.flush()
+        """Samples of one step, in one write. RunError if they cannot be written."""
+        lines = (json.dumps({"step": step, "sample": asdict(sample)}) + "\n" for sample in samples)
+        self._file.write("".join(lines).encode())
 
     def close(self) -> None:
         self._file.close()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
+import resource
+import socket
 import subprocess
-import time
-from collections.abc import Iterator
+import sys
 from pathlib import Path
 
 import pytest
@@ -76,18 +75,72 @@ def test_a_scheduler_that_dies_while_it_starts(tmp_path: Path) -> None:
         check_summary(run)
 
 
-@contextlib.contextmanager
-def small_disk(folder: Path, size: str) -> Iterator[Path]:
-    """A file system of its own, as full as it gets."""
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "megarl-test", str(folder)], check=True)
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
+@pytest.mark.slow
+def test_a_disk_that_fills_up(tmp_path: Path) -> None:
+    """A limit on the size of files stops the next line of metrics, as a full disk would."""
+    with Run(tmp_path, *LONG) as run:
+        run.until(run.steps, 150, "a step")
+        written = (run.run_folder / "metrics.jsonl").stat().st_size
+        resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (written, written))
+        check_failed(run, f"cannot write {run.run_folder}/")
 
 
-needs_mount = pytest.mark.skipif(
-    os.geteuid() != 0 or subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode != 0,
-    reason="mounting a small file system needs root",
-)
+@pytest.mark.slow
+def test_a_full_disk_at_the_end(tmp_path: Path) -> None:
+    """/dev/full says what a full disk says."""
+    with Run(tmp_path, *LEARNABLE, "run.steps=1", "data.eval=null") as run:
+        run.until(lambda: list(run.root.glob("*/versions.json")), 60, "a run folder")
+        (run.run_folder / f".summary.json.{run.pid}.part").symlink_to("/dev/full")
+        check_failed(run, "summary.json: the disk is full")
+        assert len(run.steps()) == 1
+
+
+@pytest.mark.slow
+def test_a_recording_on_a_full_disk(tmp_path: Path) -> None:
+    with Run(tmp_path, *LONG, "rollout.record=/dev/full") as run:
+        check_failed(run, "cannot write /dev/full: the disk is full")
+        check_summary(run)
+
+
+@pytest.mark.slow
+def test_a_recording_that_is_too_short(tmp_path: Path) -> None:
+    empty = tmp_path / "nothing.jsonl"
+    empty.touch()
+    with Run(tmp_path / "run", *LONG, f"rollout.replay={empty}") as run:
+        check_failed(run, str(empty), "step 1")
+
+
+def test_a_port_that_is_taken(tmp_path: Path) -> None:
+    """Known before anything is started: bad input, exit code 2."""
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with Run(tmp_path, *LONG, f"cluster.port={port}") as run:
+            assert run.finish(60) == 2
+            assert f"cluster.port={port} is taken" in run.err and "Traceback" not in run.err
+            assert not run.root.exists() and run.leftovers() == []
+
+
+def test_a_port_that_is_taken_while_the_run_starts(tmp_path: Path) -> None:
+    """Nobody had it when it was looked at."""
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        logs = tmp_path / "logs"
+        script = (
+            "from megarl.cli import guarded\n"
+            "from megarl.config.schema import ClusterConfig\n"
+            "from megarl.controller.cluster import cluster\n"
+            "from pathlib import Path\n"
+            "def run():\n"
+            f"    with cluster(ClusterConfig(port={port}, object_store_mb=128), Path({str(logs)!r})):\n"
+            "        return 0\n"
+            "raise SystemExit(guarded('x', run))\n"
+        )
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 1, done.stderr
+    said = [line for line in done.stderr.splitlines() if line.startswith("megarl: ")]
+    assert len(said) == 1 and f"port {port}" in said[0]
+    assert "Traceback" not in done.stderr
