@@ -20,7 +20,7 @@ help: ## this list
 
 venv: $(VENV)/.installed ## .venv, as the lock files say
 
-demo: venv ## SmolLM2-135M-Instruct learns arithmetic, in about ten minutes on two CPU cores
+demo: venv ## a real language model learns arithmetic on two CPU cores
 	@$(BIN)/megarl train configs/demo.yaml
 
 test: lint ## lint, then every test but the slow ones
