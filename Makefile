@@ -31,7 +31,6 @@ test-all: lint ## lint, then every test
 
 lint: venv ## ruff, the rules of the rooms, types
 	@$(BIN)/ruff check .
-	@$(BIN)/ruff format --check .
 	@$(BIN)/lint-imports --no-cache --no-logo
 	@$(BIN)/mypy
 
