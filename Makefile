@@ -5,8 +5,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 LOCKS := requirements/cpu.lock requirements/dev.lock
 TORCH := $(shell sed -n 's/^torch==//p' requirements/cpu.lock)
-# Where PyTorch publishes its builds without CUDA, for when the configured package index has none.
-TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 PYTHON ?= $(shell for p in python3.11 python3 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null && echo $$p && break; done)
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile --no-build-isolation --use-pep517
@@ -57,6 +55,7 @@ $(VENV)/.locked: $(LOCKS)
 	@echo "Making $(VENV) with $$($(PYTHON) --version): about 1.5 GB, one to three minutes ..."
 	@$(PYTHON) -m venv --clear $(VENV)
 	@$(PIP) $$(grep '^setuptools==' requirements/dev.lock)
-	@$(PIP) torch==$(TORCH)+cpu 2>/dev/null || $(PIP) --index-url $(TORCH_CPU_INDEX) torch==$(TORCH)
+	@$(PIP) torch==$(TORCH)+cpu 2>/dev/null || $(PIP) torch==$(TORCH)
 	@$(PIP) $(addprefix -r ,$(LOCKS))
+	@$(BIN)/python -c 'import torch' || { echo "This torch does not load: pip found no build for machines without CUDA. Name PyTorch's index of CPU builds in PIP_EXTRA_INDEX_URL (pytorch.org says where it is) and run make again." >&2; exit 1; }
 	@touch $@
