@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,34 +10,55 @@ import ray
 
 from megarl.errors import RunError, UserError
 
+_GRACE = 3.0  # seconds in which a death is known that made another rank's call fail
 
-def wait_for(references: Sequence[Any], what: str, timeout: float) -> list[Any]:
+
+def wait_for(references: Sequence[Any], what: str, timeout: float, process: str) -> list[Any]:
     """Results of remote calls, in order. The first failure is raised at once, not after the slowest call.
 
+    `what` is being done by the processes `process` 0, 1, … (a name such as "trainer rank"), one call each.
     Raises RunError when a process died, an exception was raised there, or `timeout` (seconds) passed.
     """
+    names = {reference: f"{process} {number}" for number, reference in enumerate(references)}
     pending = list(references)
     while pending:
         done, pending = ray.wait(pending, num_returns=1, timeout=timeout)
         if not done:
-            raise RunError(f"{what}: no answer within {timeout:.0f} s")
-        _result(done[0], what)
-    return [_result(reference, what) for reference in references]
+            silent = " and ".join(names[reference] for reference in pending)
+            raise RunError(f"{what}: no answer of {silent} within {timeout:.0f} s")
+        try:
+            ray.get(done[0])
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, RunError | UserError):
+                raise error.cause from None
+            _raise_death(pending, names, what)  # ranks fail when one of them dies: that one is the cause
+            raise RunError(f"{what}: {names[done[0]]}: {type(error.cause).__name__}: {error.cause}") from error
+        except ray.exceptions.RayActorError as error:
+            raise _death(error, names[done[0]], what) from error
+    return ray.get(list(references))
 
 
-def _result(reference: Any, what: str) -> Any:
-    try:
-        return ray.get(reference)
-    except ray.exceptions.RayTaskError as error:
-        cause = error.cause
-        if isinstance(cause, (RunError, UserError)):
-            raise cause from None
-        raise RunError(f"{what}: {type(cause).__name__}: {cause}") from error
-    except ray.exceptions.RayActorError as error:
-        raise RunError(f"{what}: the process died ({_reason(error)})") from error
+def _raise_death(references: Sequence[Any], names: dict[Any, str], what: str) -> None:
+    """Raise the death of the first of the processes that is known to be dead within the grace."""
+    if not references:
+        return
+    done, _ = ray.wait(list(references), num_returns=len(references), timeout=_GRACE)
+    for reference in done:
+        try:
+            ray.get(reference)
+        except ray.exceptions.RayActorError as error:
+            raise _death(error, names[reference], what) from error
+        except ray.exceptions.RayTaskError:  # another one that failed for the same cause
+            continue
 
 
-def _reason(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    exits = [line for line in lines if "exit" in line.lower() or "killed" in line.lower()]
-    return (exits or lines or ["no reason given"])[-1][:300]
+def _death(error: Exception, name: str, what: str) -> Exception:
+    """What ended a process: the error that its start ended in, else what Ray knows."""
+    text = str(error)
+    for kind in (UserError, RunError):  # raised while an actor was made, they arrive as text
+        if found := re.findall(rf"^\S*\b{kind.__name__}: (.+)$", text, re.MULTILINE):
+            return kind(found[-1])
+    if "connection error" in text:
+        return RunError(f"{what}: {name} died: it was killed, often for want of memory")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return RunError(f"{what}: {name} died: {(lines or ['no reason given'])[-1][:300]}")

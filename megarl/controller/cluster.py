@@ -7,8 +7,9 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +34,22 @@ def cluster(settings: ClusterConfig, logs: Path) -> Iterator[None]:
     if settings.address is None:
         _remove_stale(Path("/tmp"))
         scratch = Path(tempfile.mkdtemp(prefix=f"megarl-ray-{os.getpid()}-", dir="/tmp"))
+    before = os.environ.get("TMPDIR")
     try:
+        if scratch is not None:
+            os.environ["TMPDIR"] = str(scratch)  # what Ray's processes leave behind goes with it, however they ended
         _start(ray, settings, scratch)
         yield
     except BaseException:
         if scratch is not None:
-            _keep_logs(scratch, logs)
+            with suppress(OSError):  # on a full disk the error that says so must not be lost for the logs
+                _keep_logs(scratch, logs)
         raise
     finally:
         ray.shutdown()
         if scratch is not None:
-            shutil.rmtree(scratch, ignore_errors=True)
+            _restore("TMPDIR", before)
+            _remove(scratch)
 
 
 def _remove_stale(folder: Path) -> None:
@@ -51,7 +57,23 @@ def _remove_stale(folder: Path) -> None:
     for path in folder.glob("megarl-ray-*"):
         owner = re.match(r"megarl-ray-(\d+)-", path.name)
         if owner and not Path(f"/proc/{owner.group(1)}").exists():
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(path)
+
+
+def _remove(folder: Path) -> None:
+    """Again while processes that are just ending still write there, for a second at most."""
+    for _ in range(10):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+        time.sleep(0.1)
+
+
+def _restore(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
 
 
 def _start(ray: Any, settings: ClusterConfig, scratch: Path | None) -> None:

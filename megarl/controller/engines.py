@@ -18,6 +18,8 @@ from megarl.reshard.bucket import BucketSpec
 from megarl.rollout.engine import Engine
 from megarl.rollout.sampling import Sampling
 
+_NAME = "rollout engine"
+
 
 class EngineGroup:
     """The rollout engines, each a Ray actor in its own process."""
@@ -41,13 +43,13 @@ class EngineGroup:
         self._starting = [a.ready.remote() for a in self.actors]
 
     def ready(self) -> None:
-        wait_for(self._starting, "starting the rollout engine", self.config.rollout.start_timeout)
+        wait_for(self._starting, "starting the rollout engine", self.config.rollout.start_timeout, _NAME)
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, group_suffix: str) -> list[Sample]:
         """`sampling.n` samples of every prompt, a prompt's samples next to each other, in the prompts' order."""
         shares = [list(prompts[i :: len(self.actors)]) for i in range(len(self.actors))]
         calls = [a.generate.remote(s, sampling, group_suffix) for a, s in zip(self.actors, shares, strict=True) if s]
-        answers = wait_for(calls, "rollout", self.config.rollout.timeout)
+        answers = wait_for(calls, "rollout", self.config.rollout.timeout, _NAME)
         by_prompt: list[list[Sample]] = [[] for _ in prompts]
         for share, samples in enumerate(answers):
             for i in range(0, len(samples), sampling.n):
@@ -65,18 +67,20 @@ class EngineGroup:
         return [a.load_bucket.remote(bucket) for a in self.actors]
 
     def loaded(self, token: Any) -> None:
-        wait_for(token, "weight update", self.config.cluster.worker_timeout)
+        wait_for(token, "weight update", self.config.cluster.worker_timeout, _NAME)
 
     def end_update(self) -> list[dict[str, int]]:
         return self._all("end_update", "weight update")
 
     def shutdown(self) -> None:
-        """Ask the engines to end; who does not within a few seconds is ended with Ray."""
-        ray.wait([a.shutdown.remote() for a in self.actors], num_returns=len(self.actors), timeout=5)
+        """Ask the engines to end; who is too busy to hear it is killed, and what it started ends with it."""
+        ray.wait([a.shutdown.remote() for a in self.actors], num_returns=len(self.actors), timeout=2)
+        for actor in self.actors:
+            ray.kill(actor)
 
     def _all(self, method: str, what: str, *arguments: Any) -> list[Any]:
         calls = [getattr(a, method).remote(*arguments) for a in self.actors]
-        return wait_for(calls, what, self.config.cluster.worker_timeout)
+        return wait_for(calls, what, self.config.cluster.worker_timeout, _NAME)
 
     def _cache_tokens(self) -> int | None:
         """On CPU the cache is sized to hold a whole step at once; on GPU SGLang sizes it to the memory it finds."""

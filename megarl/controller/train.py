@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from megarl import config as configuration
 from megarl.config import Config
@@ -27,21 +25,28 @@ from megarl.rewards import Rewarder
 
 def run(cfg: Config, prepared: Prepared) -> int:
     """Train as the configuration says; the exit code. Raises RunError where the run cannot go on."""
-    with ExitStack() as stack:
-        stack.enter_context(_termination())
-        observer = stack.enter_context(Observer(cfg, configuration.dump(cfg)))
-        for note in prepared.sources.notes:
-            observer.note(note)
-        places: list[tuple[str, Path | str]] = []
-        with observer.stage("start"):
-            stack.enter_context(cluster(cfg.cluster, observer.folder.path / "logs"))
-            trainer, evaluation = _build(cfg, prepared, observer, stack)
-        _loop(cfg, trainer, evaluation, observer)
-        if cfg.export.hf:
-            with observer.stage("export"):
-                places.append(("the model", export_hf(cfg, prepared, trainer.sync, observer.folder.path / "model")))
-        observer.finish(places)
+    with _Signals() as signals, ExitStack() as stack:
+        try:
+            _run(cfg, prepared, stack, signals)
+        finally:
+            signals.hold()
     return 0
+
+
+def _run(cfg: Config, prepared: Prepared, stack: ExitStack, signals: _Signals) -> None:
+    observer = stack.enter_context(Observer(cfg, configuration.dump(cfg)))
+    for note in prepared.sources.notes:
+        observer.note(note)
+    places: list[tuple[str, Path | str]] = []
+    with observer.stage("start"):
+        stack.enter_context(cluster(cfg.cluster, observer.folder.path / "logs"))
+        signals.listen()  # Ray puts a handler of its own for SIGTERM, which ends in a crash report
+        trainer, evaluation = _build(cfg, prepared, observer, stack)
+    _loop(cfg, trainer, evaluation, observer)
+    if cfg.export.hf:
+        with observer.stage("export"):
+            places.append(("the model", export_hf(cfg, prepared, trainer.sync, observer.folder.path / "model")))
+    observer.finish(places)
 
 
 def _build(cfg: Config, prepared: Prepared, observer: Observer, stack: ExitStack) -> tuple[Trainer, Evaluation]:
@@ -94,15 +99,24 @@ def _loop(cfg: Config, trainer: Trainer, evaluation: Evaluation, observer: Obser
         evaluate(number)
 
 
-@contextmanager
-def _termination() -> Iterator[None]:
-    """SIGTERM ends a run like Ctrl-C does: in order."""
+class _Signals:
+    """SIGTERM ends a run like Ctrl-C does: in order. While the run is taken down, which is soon done, both are held off."""
 
-    def interrupt(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
+    _NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    def __enter__(self) -> _Signals:
+        self._before = [signal.getsignal(number) for number in self._NUMBERS]
+        self.listen()
+        return self
+
+    def listen(self) -> None:
+        for number in self._NUMBERS:
+            signal.signal(number, signal.default_int_handler)
+
+    def hold(self) -> None:
+        for number in self._NUMBERS:
+            signal.signal(number, signal.SIG_IGN)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in zip(self._NUMBERS, self._before, strict=True):
+            signal.signal(number, handler)

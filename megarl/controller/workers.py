@@ -20,6 +20,8 @@ from megarl.controller.calls import wait_for
 from megarl.reshard.bucket import BucketSpec
 from megarl.roles.worker import Worker
 
+_NAME = "trainer rank"
+
 
 class WorkerGroup:
     """The actor and, where the recipe has one, the reference, on `actor.parallel.ranks` processes."""
@@ -41,14 +43,14 @@ class WorkerGroup:
 
     def start(self) -> None:
         """Begin building on all ranks; `ready` waits for it, so that engines can start beside."""
-        address, port = wait_for([self.actors[0].address.remote()], "trainer rank 0", self._timeout)[0]
+        address, port = wait_for([self.actors[0].address.remote()], "looking for a port", self._timeout, _NAME)[0]
         world = len(self.actors)
         self._pending = [
             actor.start.remote(rank, world, address, port, self._total_updates) for rank, actor in enumerate(self.actors)
         ]
 
     def ready(self) -> None:
-        self.places = wait_for(self._pending, "starting the trainer", self._timeout)
+        self.places = wait_for(self._pending, "starting the trainer", self._timeout, _NAME)
 
     def log_probs(self, batch: Batch) -> Batch:
         """`old_log_probs`, `entropy` (RESPONSE fields).
@@ -90,7 +92,7 @@ class WorkerGroup:
         calls = [
             actor.update.remote(references[place["data"]], totals) for actor, place in zip(self.actors, self.places, strict=True)
         ]
-        answers = wait_for(calls, "update", self._timeout)
+        answers = wait_for(calls, "update", self._timeout, _NAME)
         metrics = {k: answers[0][k] for k in ("grad_norm", "lr", "applied")}
         primaries = [a for a, place in zip(answers, self.places, strict=True) if place["primary"]]
         for key in sorted({k for a in primaries for k in a if "/" in k}):
@@ -107,7 +109,7 @@ class WorkerGroup:
             getattr(actor, method).remote(references[place["data"]])
             for actor, place in zip(self.actors, self.places, strict=True)
         ]
-        answers = wait_for(calls, what, self._timeout)
+        answers = wait_for(calls, what, self._timeout, _NAME)
         parts: list[Batch | None] = [None] * self.data_size
         for answer, place in zip(answers, self.places, strict=True):
             if place["primary"]:
@@ -126,7 +128,7 @@ class WorkerGroup:
         return [batch.take(i) for i in indices], torch.cat(indices)
 
     def _all(self, method: str, what: str, *arguments: Any) -> list[Any]:
-        return wait_for([getattr(a, method).remote(*arguments) for a in self.actors], what, self._timeout)
+        return wait_for([getattr(a, method).remote(*arguments) for a in self.actors], what, self._timeout, _NAME)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.actors)
