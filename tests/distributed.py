@@ -24,7 +24,8 @@ def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, timeout
     answers = context.Queue()
     port = free_port()
     processes = [
-        context.Process(target=_entry, args=(answers, function, rank, world, port, arguments), daemon=True) for rank in range(world)
+        context.Process(target=_entry, args=(answers, function, rank, world, port, arguments), daemon=True)
+        for rank in range(world)
     ]
     for process in processes:
         process.start()

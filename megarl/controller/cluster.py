@@ -21,7 +21,9 @@ from megarl.errors import RunError
 def cluster(settings: ClusterConfig, logs: Path) -> Iterator[None]:
     """A running Ray for the block. After a failure the logs of Ray's processes are kept in `logs`."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"  # an actor without GPUs must not lose sight of CPU-only settings
+    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = (
+        "0"  # an actor without GPUs must not lose sight of CPU-only settings
+    )
     os.environ["RAY_DEDUP_LOGS"] = "0"
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would let anything else on the machine starve a run
     if settings.port is not None:
@@ -93,7 +95,9 @@ def _start(ray: Any, settings: ClusterConfig, scratch: Path | None) -> None:
         where = f"at {settings.address}" if scratch is None else "on this machine"
         port = f" (is port {settings.port} free?)" if scratch is not None and settings.port else ""
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise RunError(f"Ray could not be {'joined' if scratch is None else 'started'} {where}{port}: {first}") from error
+        raise RunError(
+            f"Ray could not be {'joined' if scratch is None else 'started'} {where}{port}: {first}"
+        ) from error
 
 
 def _keep_logs(scratch: Path, logs: Path) -> None:

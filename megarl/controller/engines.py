@@ -29,7 +29,9 @@ class EngineGroup:
         r = config.rollout
         threads = r.threads or os.cpu_count() or 1
         options = {"num_gpus": 0.5} if torch.cuda.is_available() else {"num_cpus": 0}
-        remote = ray.remote(Engine).options(runtime_env={"env_vars": cpu.process_env(threads)}, max_concurrency=1, **options)
+        remote = ray.remote(Engine).options(
+            runtime_env={"env_vars": cpu.process_env(threads)}, max_concurrency=1, **options
+        )
         self.actors = [
             remote.remote(
                 str(folder),

@@ -46,7 +46,8 @@ class WorkerGroup:
         address, port = wait_for([self.actors[0].address.remote()], "looking for a port", self._timeout, _NAME)[0]
         world = len(self.actors)
         self._pending = [
-            actor.start.remote(rank, world, address, port, self._total_updates) for rank, actor in enumerate(self.actors)
+            actor.start.remote(rank, world, address, port, self._total_updates)
+            for rank, actor in enumerate(self.actors)
         ]
 
     def ready(self) -> None:
@@ -90,7 +91,8 @@ class WorkerGroup:
         totals = denominators(part.padded("loss_mask"), max_length=self.config.rollout.max_new_tokens)
         references = [ray.put(shard) for shard in shards]
         calls = [
-            actor.update.remote(references[place["data"]], totals) for actor, place in zip(self.actors, self.places, strict=True)
+            actor.update.remote(references[place["data"]], totals)
+            for actor, place in zip(self.actors, self.places, strict=True)
         ]
         answers = wait_for(calls, "update", self._timeout, _NAME)
         metrics = {k: answers[0][k] for k in ("grad_norm", "lr", "applied")}

@@ -23,7 +23,13 @@ def waiting_reward(text: str, answer: Any, payload: dict) -> float:
 def waiting_loss(log_probs_BT, old_log_probs_BT, advantages_BT, mask_BT, *, clip_low, clip_high, clip_dual):
     _wait()
     return get_policy_loss("vanilla")(
-        log_probs_BT, old_log_probs_BT, advantages_BT, mask_BT, clip_low=clip_low, clip_high=clip_high, clip_dual=clip_dual
+        log_probs_BT,
+        old_log_probs_BT,
+        advantages_BT,
+        mask_BT,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        clip_dual=clip_dual,
     )
 
 

@@ -91,7 +91,9 @@ class Run:
             if time.monotonic() > end:
                 alive = self.alive()
                 self.stop()
-                raise AssertionError(f"no end after {timeout} s; alive: {alive}\n{self.out[-2000:]}\n{self.err[-3000:]}")
+                raise AssertionError(
+                    f"no end after {timeout} s; alive: {alive}\n{self.out[-2000:]}\n{self.err[-3000:]}"
+                )
             time.sleep(0.05)
         return int((self.folder / "code").read_text())
 

@@ -62,14 +62,24 @@ def test_a_run_takes_less_than_90_seconds(runs: Finished) -> None:
 def test_the_run_folder_is_complete(runs: Finished, layout: str) -> None:
     run = runs.of(layout)
     found = {path.name for path in run.run_folder.iterdir()}
-    assert found >= {"config.yaml", "metrics.jsonl", "summary.json", "samples.jsonl", "tensorboard", "model", "versions.json"}
+    assert found >= {
+        "config.yaml",
+        "metrics.jsonl",
+        "summary.json",
+        "samples.jsonl",
+        "tensorboard",
+        "model",
+        "versions.json",
+    }
     assert "logs" not in found  # kept only after a failure
     rows = run.lines("metrics.jsonl")
     assert [(row["step"], "eval/accuracy" in row) for row in rows] == [(0, True), (1, False), (2, False), (2, True)]
     needed = {"reward/mean", "reward/accuracy", "response/length_mean", "actor/entropy", "actor/ppo_kl", "actor/loss"}
     needed |= {"actor/grad_norm", "actor/lr", "actor/clip_fraction", "mismatch/abs_mean", "mismatch/abs_max"}
     needed |= {"reshard/seconds", "reshard/verified", "throughput/tokens_per_second", "throughput/samples_per_second"}
-    needed |= {f"time/{stage}" for stage in ("rollout", "score", "log_probs", "advantages", "update", "reshard", "step")}
+    needed |= {
+        f"time/{stage}" for stage in ("rollout", "score", "log_probs", "advantages", "update", "reshard", "step")
+    }
     for row in run.steps():
         assert needed <= row.keys()
         stages = sum(v for k, v in row.items() if k.startswith("time/") and k != "time/step")
@@ -150,7 +160,9 @@ def test_the_exported_model_has_learned_something(runs: Finished, layout: str) -
     assert end.keys() == start.keys()
     for name, tensor in start.items():
         moved = (end[name] - tensor).abs().max()
-        assert end[name].shape == tensor.shape and 0 < moved < 1e-3, name  # two steps of at most 1e-4, norms of order one
+        assert end[name].shape == tensor.shape and 0 < moved < 1e-3, (
+            name
+        )  # two steps of at most 1e-4, norms of order one
 
 
 @pytest.mark.slow

@@ -68,7 +68,8 @@ class Jobs:
         ]
         answers = run_ranks(world, run_jobs, jobs, timeout=600)
         return {
-            key: outcome(job, [rank[at] for rank in answers]) for at, (key, job) in enumerate(zip(wanted, jobs, strict=True))
+            key: outcome(job, [rank[at] for rank in answers])
+            for at, (key, job) in enumerate(zip(wanted, jobs, strict=True))
         }
 
 

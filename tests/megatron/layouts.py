@@ -110,10 +110,14 @@ def transformers_reference(folder: Path, file: Path) -> None:
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    model.get_input_embeddings().padding_idx = None  # transformers gives the padding token no gradient, though it is read here
+    model.get_input_embeddings().padding_idx = (
+        None  # transformers gives the padding token no gradient, though it is read here
+    )
     batch = random_batch(model.config.vocab_size)
     log_probs, entropy = [], []
-    for row, prompt in zip(batch["tokens"].split(batch.total_lengths.tolist()), batch.prompt_lengths.tolist(), strict=True):
+    for row, prompt in zip(
+        batch["tokens"].split(batch.total_lengths.tolist()), batch.prompt_lengths.tolist(), strict=True
+    ):
         log_p = torch.log_softmax(model(row[None]).logits[0], dim=-1)[prompt - 1 : -1]
         log_probs.append(log_p.gather(1, row[prompt:, None])[:, 0])
         entropy.append(-(log_p.exp() * log_p).sum(dim=-1))
@@ -227,7 +231,9 @@ def _gather_gradients(model: Any, place: Any) -> None:
             bucket.grad_data.copy_(torch.cat(parts))
 
 
-def _compare(engine: Any, place: Any, want: dict[str, torch.Tensor], of: Any, report: dict[str, Any]) -> dict[str, list]:
+def _compare(
+    engine: Any, place: Any, want: dict[str, torch.Tensor], of: Any, report: dict[str, Any]
+) -> dict[str, list]:
     """name -> [largest difference / largest element of the reference, elements that this rank answers for]."""
     found: dict[str, list] = defaultdict(lambda: [0.0, 0])
     largest = max(float(tensor.abs().max()) for tensor in want.values())

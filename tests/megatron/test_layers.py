@@ -85,7 +85,10 @@ def test_attention_is_what_it_says(name: str, heads: int, groups: int, scale: fl
     q, k, v = (torch.randn(tokens, n, SIZE, generator=g, dtype=torch.float64) for n in (heads, groups, groups))
     weight = torch.randn(tokens, heads * SIZE, generator=g, dtype=torch.float64)
     results = []
-    for function in (lambda *x: attend(core, segments, tokens, *x), lambda *x: naive(segments, tokens, *x, scale or SIZE**-0.5)):
+    for function in (
+        lambda *x: attend(core, segments, tokens, *x),
+        lambda *x: naive(segments, tokens, *x, scale or SIZE**-0.5),
+    ):
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
         out = function(*leaves)
         (out * weight).sum().backward()

@@ -31,7 +31,11 @@ def _scenarios(rank: int, world: int, port: int, folder: str) -> dict[str, Any]:
 
     def engine(dtype: str = "float32", **settings: Any):
         return MegatronEngine(
-            Path(folder), place, EngineSettings(dtype), optimizer=schema.OptimizerConfig(**settings), total_updates=UPDATES
+            Path(folder),
+            place,
+            EngineSettings(dtype),
+            optimizer=schema.OptimizerConfig(**settings),
+            total_updates=UPDATES,
         )
 
     def weights(built: Any) -> dict[str, torch.Tensor]:

@@ -24,7 +24,11 @@ from megarl.reshard.fingerprint import combine, fingerprint
 from tests.reshard.ranks import Ranks
 
 LAYOUTS = {"tp2": {"tensor": 2}, "pp2": {"pipeline": 2}, "dp2": {"data": 2}}
-FAMILY = {"tp2": "qwen2-untied", "pp2": "qwen2", "dp2": "qwen3"}  # biases, tied with a copy on the last stage, q and k norms
+FAMILY = {
+    "tp2": "qwen2-untied",
+    "pp2": "qwen2",
+    "dp2": "qwen3",
+}  # biases, tied with a copy on the last stage, q and k norms
 FULL = "model.layers.2.mlp.up_proj.weight"
 
 
@@ -162,7 +166,9 @@ def _shift(tensors: dict[str, Tensor]) -> None:
 def test_a_fault_of_the_engine_is_named(ranks, folder, layout: str, fault: Callable) -> None:
     colocated = transfer(folder(FAMILY[layout]))
     try:
-        with pytest.raises(RunError, match=r"weight sync: model\.layers\.[12]\.mlp\.up_proj\.weight in engine 0|never loaded"):
+        with pytest.raises(
+            RunError, match=r"weight sync: model\.layers\.[12]\.mlp\.up_proj\.weight in engine 0|never loaded"
+        ):
             colocated.push(ranks(layout), Receiver(fault), 1)
     finally:
         colocated.close()
