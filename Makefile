@@ -29,6 +29,7 @@ test-all: lint ## lint, then every test
 
 lint: venv ## ruff, the rules of the rooms, types
 	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check --quiet . || { echo "run: $(BIN)/ruff format ." >&2; exit 1; }
 	@$(BIN)/lint-imports --no-cache --no-logo
 	@$(BIN)/mypy
 

@@ -66,9 +66,13 @@ def measure(settings: dict[str, object]) -> list[float]:
     for group in range(8):
         prompt = torch.randint(0, 49152, (45,), generator=draw).tolist()
         for _ in range(8):
-            response = torch.randint(0, 49152, (int(torch.randint(8, 17, (1,), generator=draw)),), generator=draw).tolist()
+            response = torch.randint(
+                0, 49152, (int(torch.randint(8, 17, (1,), generator=draw)),), generator=draw
+            ).tolist()
             ones = [1] * len(response)
-            samples.append(Sample(str(group), str(group), prompt, response, ones, [0.0] * len(response), "stop", 0, 0.0, {}))
+            samples.append(
+                Sample(str(group), str(group), prompt, response, ones, [0.0] * len(response), "stop", 0, 0.0, {})
+            )
     batch = Batch.from_samples(samples)
     batch = batch.set("advantages", torch.randn(int(batch.response_lengths.sum()), generator=draw), Level.RESPONSE)
     seconds = []

@@ -43,7 +43,13 @@ def trl_seconds(steps: int, scratch: Path) -> list[float]:
     # The same allocator settings that megarl gives its own processes: the peer is not to lose by its defaults.
     env = {**os.environ, **process_env(os.cpu_count() or 1), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        [str(trl_python()), str(ROOT / "benchmarks/peers/trl_step.py"), str(models.resolve("smollm2")), str(steps), str(scratch)],
+        [
+            str(trl_python()),
+            str(ROOT / "benchmarks/peers/trl_step.py"),
+            str(models.resolve("smollm2")),
+            str(steps),
+            str(scratch),
+        ],
         env=env,
         check=True,
         capture_output=True,
@@ -54,7 +60,13 @@ def trl_seconds(steps: int, scratch: Path) -> list[float]:
 
 
 def megarl_seconds(steps: int, scratch: Path) -> list[float]:
-    overrides = ["data.eval=null", "export.hf=false", "observe.samples_every=0", f"run.root={scratch}", f"run.steps={steps}"]
+    overrides = [
+        "data.eval=null",
+        "export.hf=false",
+        "observe.samples_every=0",
+        f"run.root={scratch}",
+        f"run.steps={steps}",
+    ]
     subprocess.run(
         [sys.executable, "-m", "megarl.cli", "train", str(ROOT / "configs/demo.yaml"), *overrides],
         cwd=ROOT,

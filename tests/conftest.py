@@ -12,7 +12,9 @@ _ROWS = pytest.StashKey[list[table.Row]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--json", metavar="FILE", help="write the table of invariants there: a list of {name, value, goal, met}")
+    parser.addoption(
+        "--json", metavar="FILE", help="write the table of invariants there: a list of {name, value, goal, met}"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

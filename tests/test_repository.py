@@ -15,7 +15,11 @@ CODE = sorted(
 )
 TEXT = sorted(
     path
-    for path in [*CODE, *ROOT.glob("*"), *(p for f in ("docs", "configs", "requirements", ".ci") for p in (ROOT / f).rglob("*"))]
+    for path in [
+        *CODE,
+        *ROOT.glob("*"),
+        *(p for f in ("docs", "configs", "requirements", ".ci") for p in (ROOT / f).rglob("*")),
+    ]
     if path.is_file() and path.suffix in ("", ".lock", ".md", ".py", ".toml", ".yaml") and path.name != ".git"
 )
 LINES_OF_A_FILE, LINES_OF_A_FUNCTION = 600, 80
@@ -92,7 +96,9 @@ def test_links_in_the_documents_lead_somewhere() -> None:
         for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text())
     ]
     assert links
-    assert [f"{relative(page)}: {to}" for page, to in links if "://" not in to and not (page.parent / to).exists()] == []
+    assert [
+        f"{relative(page)}: {to}" for page, to in links if "://" not in to and not (page.parent / to).exists()
+    ] == []
 
 
 def test_ci_runs_the_tests_of_the_makefile() -> None:

@@ -84,7 +84,9 @@ def pack(batch: Batch, *, share_prompts: bool, multiple: int = 1) -> Packed:
             if len(response) > 1:
                 add(response[:-1], p, prompt)
             if len(response):
-                predicts.append(torch.cat([torch.tensor([sum(prompt) - 1]), torch.arange(end - len(response) + 1, end)]))
+                predicts.append(
+                    torch.cat([torch.tensor([sum(prompt) - 1]), torch.arange(end - len(response) + 1, end)])
+                )
     padding = -end % multiple
     if padding:
         tokens.append(torch.zeros(padding, dtype=torch.long))

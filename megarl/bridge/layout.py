@@ -66,7 +66,9 @@ def uncovered(shape: Shape, regions: Sequence[tuple[slice, ...]]) -> str | None:
     """None where `regions` cover every element of `shape` exactly once, else what is wrong, in words."""
     boxes = [tuple((s.start, s.stop) for s in region) for region in regions]
     for box in boxes:
-        if len(box) != len(shape) or any(not 0 <= start < stop <= size for (start, stop), size in zip(box, shape, strict=True)):
+        if len(box) != len(shape) or any(
+            not 0 <= start < stop <= size for (start, stop), size in zip(box, shape, strict=True)
+        ):
             return f"a region {box} lies outside of {shape}"
     volume = sum(_volume(box) for box in boxes)
     whole = _volume(tuple((0, size) for size in shape))

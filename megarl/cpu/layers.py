@@ -117,7 +117,9 @@ def _similar(segments: list[Segment]) -> list[list[Segment]]:
     buckets: list[list[Segment]] = []
     real = 0
     for s in sorted(segments, key=lambda s: (s.length, s.start)):
-        if buckets and (s.length <= _SMALL or (len(buckets[-1]) + 1) * s.length <= (real + s.length) / (1 - _PADDING_WASTE)):
+        if buckets and (
+            s.length <= _SMALL or (len(buckets[-1]) + 1) * s.length <= (real + s.length) / (1 - _PADDING_WASTE)
+        ):
             buckets[-1].append(s)
             real += s.length
         else:
@@ -164,7 +166,9 @@ class LocalCoreAttention(MegatronModule):
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp"])
         self.hidden = divide(config.kv_channels * config.num_attention_heads, groups.tp.size())
 
-    def forward(self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None):
+    def forward(
+        self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None
+    ):
         plan: AttentionPlan = packed_seq_params.plan
         flat = [x.reshape(plan.tokens, -1) for x in (query, key, value)]
         sizes = [x.shape[1:] for x in (query, key, value)]

@@ -127,13 +127,17 @@ class MegatronEngine:
         update = self.optimizer.update()
         metrics: dict[str, float] = {}
         for name, value in ((k, float(v)) for r in results for k, v in r.items()):
-            metrics[name] = max(metrics.get(name, value), value) if name.startswith("max/") else metrics.get(name, 0) + value
+            metrics[name] = (
+                max(metrics.get(name, value), value) if name.startswith("max/") else metrics.get(name, 0) + value
+            )
         return metrics | {"grad_norm": update.grad_norm, "lr": update.lr, "applied": float(update.applied)}
 
     def _plan(self, batch: Batch) -> list[list[int]]:
         return plan_runs(batch, self.settings.micro_batch_tokens, share_prompts=self.share_prompts)
 
-    def _run(self, batch: Batch, plan: list[list[int]], finish: Callable, *, forward_only: bool) -> list[dict[str, Any]]:
+    def _run(
+        self, batch: Batch, plan: list[list[int]], finish: Callable, *, forward_only: bool
+    ) -> list[dict[str, Any]]:
         """Drive Megatron's schedule; every layout goes through here. Answers what `finish` made of each micro-batch."""
         if not plan:
             # This rank has no samples, but its gradients take part in the sum over ranks.

@@ -38,7 +38,9 @@ class Optimizer:
     `total_updates`.
     """
 
-    def __init__(self, model: DistributedDataParallel, settings: schema.OptimizerConfig, dtype: str, total_updates: int):
+    def __init__(
+        self, model: DistributedDataParallel, settings: schema.OptimizerConfig, dtype: str, total_updates: int
+    ):
         self.clip = settings.clip_grad
         config = OptimizerConfig(
             optimizer="adam",

@@ -70,7 +70,9 @@ class ReshardReport:
 class Colocated:
     """Moves all weights, bucket by bucket, and proves their arrival."""
 
-    def __init__(self, model_map: ModelMap, *, dtype: str, bucket_bytes: int, verify: str, folder: Path = _SHARED_MEMORY):
+    def __init__(
+        self, model_map: ModelMap, *, dtype: str, bucket_bytes: int, verify: str, folder: Path = _SHARED_MEMORY
+    ):
         _remove_stale(folder)
         self._verify = verify
         self._dtype = dtype

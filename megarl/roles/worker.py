@@ -26,7 +26,9 @@ class Worker:
         with socket.socket() as probe:
             probe.bind(("", 0))
             port = probe.getsockname()[1]
-        return ("127.0.0.1" if self.config.cluster.address is None else socket.gethostbyname(socket.gethostname())), port
+        return (
+            "127.0.0.1" if self.config.cluster.address is None else socket.gethostbyname(socket.gethostname())
+        ), port
 
     def start(self, rank: int, world: int, address: str, port: int, total_updates: int) -> dict[str, Any]:
         """Join the job and build the roles; answers where the rank stands."""
@@ -72,9 +74,7 @@ class Worker:
 
     def update(self, batch: Batch, denominators: Denominators) -> dict[str, float]:
         """One optimizer step on this data-parallel rank's shard of a mini-batch."""
-        return self.actor.train(
-            batch, self.objective, denominators, temperature=self.config.rollout.temperature
-        )
+        return self.actor.train(batch, self.objective, denominators, temperature=self.config.rollout.temperature)
 
     def score(self, batch: Batch) -> Batch | None:
         """RESPONSE field `log_probs` at temperature 1, for probes."""
