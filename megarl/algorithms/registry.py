@@ -47,7 +47,7 @@ class Registry(Generic[F]):
             return self._functions[name]
         if "." not in name:
             near = difflib.get_close_matches(name, self.names, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = f"; did you mean {near[0]!r}?" if near else "."
             raise ValueError(f"no {self.kind} {name!r}{hint} There are {', '.join(self.names)}, or a dotted path")
         module_name, _, attribute = name.rpartition(".")
         try:

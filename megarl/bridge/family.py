@@ -92,6 +92,8 @@ def find_family(config: Mapping[str, Any]) -> Family:
     """The family of a config.json, by its architecture, or by its model type where it names no architecture."""
     known = families()
     named = config.get("architectures") or []
+    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+        raise UserError(f"config.json: architectures = {named!r} must be a list of names.")
     for architecture in named:
         if architecture in known:
             return known[architecture]

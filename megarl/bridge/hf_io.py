@@ -106,6 +106,8 @@ class HFReader:
             weight_map: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path} cannot be read: {error!r}.") from error
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            raise UserError(f"{path}: weight_map must name a file for every tensor.")
         for file in dict.fromkeys(weight_map.values()):
             held = set(self._open(file).keys())
             named = {name for name, where in weight_map.items() if where == file}

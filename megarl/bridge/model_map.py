@@ -104,14 +104,15 @@ class ModelMap:
         config = source if isinstance(source, Mapping) else read_config(Path(source))
         family = find_family(config)
         check_fields(family, config)
-        return cls(
-            family,
-            read_dims(family, config),
-            read_rope(config),
-            tied=bool(config.get("tie_word_embeddings", family.defaults.get("tie_word_embeddings", False))),
-            norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-            max_positions=int(config.get("max_position_embeddings", 2048)),
-        )
+        dims = read_dims(family, config)
+        try:
+            rope = read_rope(config)
+            norm_eps = float(config.get("rms_norm_eps", 1e-6))
+            max_positions = int(config.get("max_position_embeddings", 2048))
+        except (TypeError, ValueError, ArithmeticError) as error:
+            raise UserError(f"config.json has a value of a wrong kind: {error}.") from error
+        tied = bool(config.get("tie_word_embeddings", family.defaults.get("tie_word_embeddings", False)))
+        return cls(family, dims, rope, tied=tied, norm_eps=norm_eps, max_positions=max_positions)
 
     @cached_property
     def _by_name(self) -> dict[str, Parameter]:

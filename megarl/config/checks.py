@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from megarl.config.paths import path_fault
 from megarl.config.schema import Config, SourceConfig
 from megarl.errors import ConfigError
 
@@ -18,6 +19,7 @@ from megarl.errors import ConfigError
 # None is legal wherever the schema allows it.
 RANGES = {
     "run.steps": "[1,",
+    "run.seed": "[0,4294967295]",  # what numpy, and so SGLang, takes
     "data.prompts_per_step": "[1,",
     "data.max_prompt_tokens": "[1,",
     "data.train.size": "[1,",
@@ -42,12 +44,12 @@ RANGES = {
     "actor.optimizer.clip_grad": "[0,",
     "actor.micro_batch_tokens": "[1,",
     "actor.logits_chunk_tokens": "[1,",
-    "actor.threads": "[1,",
+    "actor.threads": "[1,1024]",
     "rollout.n": "[1,",
     "rollout.temperature": "(0,",
     "rollout.top_p": "(0,1]",
     "rollout.max_new_tokens": "[1,",
-    "rollout.threads": "[1,",
+    "rollout.threads": "[1,1024]",
     "rollout.max_total_tokens": "[1,",
     "rollout.start_timeout": "(0,",
     "rollout.timeout": "(0,",
@@ -60,6 +62,9 @@ RANGES = {
     "cluster.object_store_mb": "[80,",  # Ray itself refuses less than 75 MiB
     "cluster.worker_timeout": "(0,",
 }
+
+
+LONGEST_NAME = 200  # bytes of run.name; folders may have 255, and the time is appended
 
 
 class Interval(NamedTuple):
@@ -82,8 +87,8 @@ class Interval(NamedTuple):
         return above and (value <= self.high if self.high_in else value < self.high)
 
     def __str__(self) -> str:
-        low = f"{'at least' if self.low_in else 'above'} {self.low:g}"
-        return low if self.high == math.inf else f"{low} and {'at most' if self.high_in else 'below'} {self.high:g}"
+        low = f"{'at least' if self.low_in else 'above'} {self.low:.15g}"
+        return low if self.high == math.inf else f"{low} and {'at most' if self.high_in else 'below'} {self.high:.15g}"
 
 
 def check(cfg: Config) -> None:
@@ -205,10 +210,17 @@ def _source(key: str, source: SourceConfig) -> Iterator[str]:
 
 def _files(cfg: Config) -> Iterator[str]:
     name = cfg.run.name
-    if not name or Path(name).name != name:
+    if name in ("", ".", "..") or Path(name).name != name or not name.isprintable():
         yield f"run.name={name!r} must be the plain name of a folder, without '/'; where runs go is run.root"
-    yield from _writable_folder("run.root", Path(cfg.run.root))
+    elif len(name.encode()) > LONGEST_NAME:
+        yield f"run.name has {len(name.encode())} bytes; it must be at most {LONGEST_NAME}"
     rollout = cfg.rollout
+    named = {"run.root": cfg.run.root, "rollout.record": rollout.record, "rollout.replay": rollout.replay}
+    faults = [f"{key}={text[:60]!r} {fault}" for key, text in named.items() if text and (fault := path_fault(text))]
+    if faults:
+        yield from faults
+        return
+    yield from _writable_folder("run.root", Path(cfg.run.root))
     if rollout.replay and not Path(rollout.replay).expanduser().is_file():
         yield f"rollout.replay={rollout.replay}: there is no such file; record one with rollout.record={rollout.replay}"
     if rollout.record and rollout.replay:

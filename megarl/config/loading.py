@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import re
 import types
 import typing
@@ -20,6 +21,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from megarl.config.paths import path_fault
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
 
@@ -54,7 +56,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 def read(path: str | Path, overrides: Sequence[str] = ()) -> Reading:
     """As `load`, but gives the problems back beside what could be read."""
     faults = _Faults()
-    layers = list(_read_file(Path(path).expanduser(), (), faults))
+    layers = list(_read_file(Path(os.path.expanduser(path)), (), faults))
     layers += [_read_override(text, faults) for text in overrides]
     merged: dict[str, Any] = {}
     for layer in layers:
@@ -131,6 +133,11 @@ class _Layer:
 
 def _read_file(path: Path, above: tuple[Path, ...], faults: _Faults) -> Iterator[_Layer]:
     """The layers of a file, its bases first. `above` holds the files that led here."""
+    if fault := path_fault(path):
+        named = f" (named as base in {above[-1]})" if above else ""
+        faults.problems.append(f"{path.name[:60]!r} {fault}{named}")
+        yield _Layer(str(path), {}, broken=True)
+        return
     real = path.resolve()
     if real in above:
         chain = " -> ".join(str(file) for file in (*above[above.index(real) :], real))
@@ -143,7 +150,7 @@ def _read_file(path: Path, above: tuple[Path, ...], faults: _Faults) -> Iterator
         faults.problems.append(f"{layer.where(('base',))}: base must be a path or a list of paths, not {_shown(bases)}")
         bases = []
     for base in bases:
-        yield from _read_file(path.parent / Path(base).expanduser(), (*above, real), faults)
+        yield from _read_file(path.parent / os.path.expanduser(base), (*above, real), faults)
     yield layer
 
 
@@ -241,6 +248,8 @@ def _checked(section: type, layer: _Layer, values: dict[Any, Any], prefix: Keys,
 
 
 def _fits(section: type, inner: type | None, key: str, hint: Any, value: Any) -> bool:
+    if value == "???" or (type(value) is int and bool in (hint, *get_args(hint))):  # OmegaConf takes both, silently
+        return False
     if inner is not None:
         return value is None and types.NoneType in get_args(hint)
     try:

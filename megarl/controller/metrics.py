@@ -38,13 +38,10 @@ class StepMetrics:
             "throughput/tokens_per_second": tokens / step,
             "throughput/samples_per_second": len(batch) / step,
         }
-        metrics |= {f"actor/{_NAMES.get(k, k)}": v for k, v in update.items()}
+        metrics |= {f"actor/{k}": v for k, v in update.items()}
         metrics |= sync
         metrics |= {f"time/{name}": value for name, value in seconds.items()}
         return metrics | {"time/step": step}
-
-
-_NAMES = {"kl_loss": "kl"}
 
 
 def _all_equal(batch: Batch, rewards: torch.Tensor) -> float:

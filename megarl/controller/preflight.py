@@ -18,6 +18,8 @@ from megarl import config, models
 from megarl.bridge.hf_io import HFReader
 from megarl.bridge.model_map import ModelMap
 from megarl.config import Config
+from megarl.config.paths import path_fault, user_path
+from megarl.controller.record import check_recording
 from megarl.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
@@ -93,6 +95,7 @@ class _Check:
             self._add([f"model.path={self.cfg.model.path}: {error}"])
         if self.model is not None:
             self._add(_layout(self.cfg, self.model))
+            self._add(_recording(self.cfg, self.model))
 
     def _names(self) -> None:
         cfg = self.cfg
@@ -132,6 +135,7 @@ class _Check:
             self._add([str(error)])
         else:
             self._add(_enough(cfg.prompts_per_step, len(self.sources.train)))
+            self._add(_foreign_tokens(self.sources, self.model) if self.model else [])
             self._answers(self.sources)
 
     def _answers(self, sources: Sources) -> None:
@@ -161,6 +165,37 @@ def _enough(wanted: int, there: int) -> Iterator[str]:
             f"data.train has {there} problems for data.prompts_per_step={wanted}: one step would hold a problem twice; "
             f"set data.prompts_per_step={there} or less"
         )
+
+
+def _foreign_tokens(sources: Sources, model: ModelMap) -> Iterator[str]:
+    """Prompts with tokens that the model has no embedding for: a tokenizer may know more tokens than its model."""
+    words = sources.train.template.tokenizer.get_vocab().values()
+    if max(words, default=0) < model.dims.vocab:
+        return
+    for source in filter(None, (sources.train, sources.eval)):
+        for problem, prompt in zip(source.problems, source.all(), strict=True):
+            if (largest := max(prompt.token_ids)) >= model.dims.vocab:
+                yield (
+                    f"data.{source.split}: {problem.where}: the prompt has the token {largest}, and the model "
+                    f"{model.dims.vocab} tokens: its tokenizer is another model's"
+                )
+                break
+
+
+def _recording(cfg: Config, model: ModelMap) -> Iterator[str]:
+    """What keeps the run from replaying the recording that it names."""
+    replay, layout = cfg.rollout.replay, cfg.actor.parallel
+    if not replay or cfg.rollout.record or path_fault(replay) or not user_path(replay).is_file():  # told already
+        return
+    faults = check_recording(
+        user_path(replay),
+        steps=cfg.run.steps,
+        parts=max(1, cfg.algorithm.mini_batches),
+        ranks=max(1, layout.ranks // max(1, layout.tensor * layout.pipeline)),
+        vocabulary=model.dims.vocab,
+        context=model.model_args()["max_sequence_length"],
+    )
+    yield from (f"rollout.replay={replay}: {fault}" for fault in faults)
 
 
 def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -210,6 +245,8 @@ def _machine(cfg: Config, model: ModelMap | None) -> Iterator[str]:
 
 def lacking_space(key: str, folder: Path, needed: int) -> Iterator[str]:
     """A sentence where the disk of a folder, which need not exist yet, has fewer than `needed` bytes free."""
+    if path_fault(folder):  # told already
+        return
     folder = folder.expanduser().absolute()
     existing = next(place for place in (folder, *folder.parents) if place.is_dir())
     free = shutil.disk_usage(existing).free

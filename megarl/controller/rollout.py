@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from megarl.batch import Batch, Prompt
+from megarl.config.paths import user_path
 from megarl.config.schema import RolloutConfig
 from megarl.controller.engines import EngineGroup
 from megarl.controller.record import Recorder, read_steps
@@ -33,7 +34,7 @@ class Generated:
             top_k=config.top_k,
             max_new_tokens=config.max_new_tokens,
         )
-        self._recorder = Recorder(Path(config.record)) if config.record else None
+        self._recorder = Recorder(user_path(config.record)) if config.record else None
 
     def collect(self, prompts: Sequence[Prompt], step: int) -> Batch:
         samples = self._engines.generate(prompts, self._sampling, group_suffix=f"@{step}")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megarl import config as configuration
 from megarl.config import Config
+from megarl.config.paths import user_path
 from megarl.controller.cluster import cluster
 from megarl.controller.engines import EngineGroup
 from megarl.controller.estimator import Estimator
@@ -67,7 +68,9 @@ def _build(cfg: Config, prepared: Prepared, observer: Observer, stack: ExitStack
         actor, engines, transfer, dtype, cfg.reshard.probe, cfg.reshard.probe_tolerance, prepared.model.dims.vocab
     )
     rewards = Rewarder(cfg.reward, prepared.tokenizer)
-    rollout: Rollout = Replayed(Path(cfg.rollout.replay)) if cfg.rollout.replay else Generated(engines, cfg.rollout)
+    rollout: Rollout = (
+        Replayed(user_path(cfg.rollout.replay)) if cfg.rollout.replay else Generated(engines, cfg.rollout)
+    )
     stack.callback(rollout.close)
     trainer = Trainer(
         prompts=prepared.sources.train,

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megarl.config.paths import path_fault
 from megarl.config.schema import SourceConfig
 from megarl.data.problem import BadPrompt, Problem, Reading, checked_prompt, source
 
@@ -49,6 +50,8 @@ def read_parquet(config: SourceConfig, excluded: frozenset[str] = frozenset()) -
 def _file(config: SourceConfig) -> tuple[Path | None, list[str]]:
     if not config.path:
         return None, [f"a {config.kind} source needs `path`"]
+    if fault := path_fault(config.path):
+        return None, [f"path={config.path[:60]!r} {fault}"]
     path = Path(config.path).expanduser()
     if path.is_dir():
         return None, [f"{path}: is a folder, not a {config.kind} file"]

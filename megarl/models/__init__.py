@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megarl.config.paths import user_path
 from megarl.errors import UserError
 
 
@@ -21,7 +22,7 @@ def resolve(path_or_name: str | Path) -> Path:
     """
     if str(path_or_name) in names():
         return _made(str(path_or_name))
-    return check_folder(Path(path_or_name).expanduser())
+    return check_folder(user_path(path_or_name))
 
 
 def check_folder(folder: Path) -> Path:

@@ -244,8 +244,13 @@ def test_an_index_and_its_shards_must_agree(tiny: Path, tmp_path: Path) -> None:
     moved = {**index["weight_map"], "model.norm.weight": "model-00001-of-00004.safetensors"}
     (target / INDEX).write_text(json.dumps({**index, "weight_map": moved}))
     fails(target, "disagree about model.norm.weight")
-    (target / INDEX).write_text("{}")
-    fails(target, "cannot be read")
+    for content, words in (
+        ("{}", "cannot be read"),
+        ('{"weight_map": [1]}', "weight_map"),
+        ('{"weight_map": {"a": 5}}', "weight_map"),
+    ):
+        (target / INDEX).write_text(content)
+        fails(target, words)
     (target / INDEX).write_text(json.dumps(index))
     (target / "model-00002-of-00004.safetensors").unlink()
     fails(target, "model-00002-of-00004.safetensors is missing")
@@ -257,7 +262,8 @@ def test_a_tensor_in_two_files_is_refused(copy: Path) -> None:
 
 
 def test_an_unreadable_config_is_one_sentence(copy: Path) -> None:
-    for content, words in (("{", "cannot be read"), ("[]", "not an object")):
+    unreadable = (("{", "cannot be read"), ("[]", "not an object"), ('{"architectures": 5}', "must be a list of names"))
+    for content, words in unreadable:
         (copy / "config.json").write_text(content)
         with pytest.raises(UserError, match=words):
             ModelMap.from_hf(copy)

@@ -87,6 +87,13 @@ CASES = {
     "no config.json": bad("model.path={root}/empty", said="{root}/empty holds no config.json"),
     "no tokenizer": bad("model.path={root}/mute", said="{root}/mute holds no tokenizer"),
     "no weights": bad("model.path={root}/light", said="{root}/light holds no weights"),
+    "a tokenizer of another model": bad(
+        "model.path={root}/wide", said="{root}/train.jsonl:4: the prompt has the token 419, and the model 419 tokens"
+    ),
+    "a value of a wrong kind in config.json": bad(
+        "model.path={root}/odd",
+        said="config.json has a value of a wrong kind: could not convert string to float: 'tiny'",
+    ),
     "a damaged tokenizer": bad("model.path={root}/torn", said="its tokenizer cannot be read"),
     "beyond the context": bad(
         "rollout.max_new_tokens=500",
@@ -128,6 +135,29 @@ CASES = {
     "the run folder's place is a file": bad(
         "run.root={root}/train.jsonl/runs", said="is not a folder; name another place"
     ),
+    "names that no file can have": bad(
+        "run.root=~nobody-here/runs",
+        f"rollout.record={'x' * 300}",
+        "model.path=~nobody-here/model",
+        f"data.train.path={'x' * 300}",
+        said=("run.root=", "rollout.record=", "model.path=", "data.train: path="),
+    ),
+    "a recording that is none": bad(
+        "rollout.replay={root}/train.jsonl", said="{root}/train.jsonl:1: not a recorded sample ('step')"
+    ),
+    "an empty recording": bad("rollout.replay={root}/nothing.jsonl", said="it holds 0 steps, and run.steps=100"),
+    "a recording of another model": bad(
+        "rollout.replay={root}/foreign.jsonl", said="has the token 100000, and the model 419 tokens"
+    ),
+    "a recording that does not divide": bad(
+        "rollout.replay={root}/foreign.jsonl", "algorithm.mini_batches=2", said="step 1 has 1 samples"
+    ),
+    "a sample without a log-prob": bad(
+        "rollout.replay={root}/short.jsonl", said="rollout_log_probs has 0 entries, but the response has 1 tokens"
+    ),
+    "a seed too large": bad("run.seed=-1", said="run.seed is -1; it must be at least 0 and at most 4294967295"),
+    "a long name": bad(f"run.name={'x' * 201}", said="run.name has 201 bytes; it must be at most 200"),
+    "two dots for a name": bad("run.name=..", said="run.name='..' must be the plain name of a folder"),
     "a path for a name": bad("run.name=a/b", said="run.name='a/b' must be the plain name of a folder"),
     "a taken port": bad("cluster.port={port}", said="cluster.port={port} is taken by another program"),
     "a port and an address": bad("cluster.port=65000", "cluster.address=auto", said="remove one of them"),
@@ -161,13 +191,23 @@ def prepare(root: Path) -> Path:
     (root / "torn.jsonl").write_text(rows[0] + '{"prompt": \n' + "".join(rows[1:]), encoding="utf-8")
     (root / "long.jsonl").write_text("".join(rows) + LONG, encoding="utf-8")
     (root / "empty.jsonl").write_text("\n", encoding="utf-8")
+    (root / "nothing.jsonl").touch()
+    sample = {"uid": "a", "group": "a", "prompt_ids": [5], "response_ids": [100000], "loss_mask": [1]}
+    for name, log_probs in (("foreign", [-1.0]), ("short", [])):
+        record = {"step": 1, "sample": sample | {"rollout_log_probs": log_probs}}
+        (root / f"{name}.jsonl").write_text(json.dumps(record) + "\n", encoding="utf-8")
     (root / "empty").mkdir()
-    for name in ("mute", "light", "torn"):
+    for name in ("mute", "light", "torn", "wide", "odd"):
         make_tiny("qwen3", root / name)
     for file in (root / "mute").glob("*token*"):
         file.unlink()
     (root / "light" / "model.safetensors").unlink()
     (root / "torn" / "tokenizer.json").write_text("{", encoding="utf-8")
+    tokenizer = json.loads((root / "wide" / "tokenizer.json").read_text(encoding="utf-8"))
+    tokenizer["added_tokens"].append(tokenizer["added_tokens"][0] | {"id": 500, "content": "1+3"})
+    (root / "wide" / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    odd = json.loads((root / "odd" / "config.json").read_text(encoding="utf-8")) | {"rms_norm_eps": "tiny"}
+    (root / "odd" / "config.json").write_text(json.dumps(odd), encoding="utf-8")
     config = root / "config.yaml"
     config.write_text(CONFIG.format(root=root), encoding="utf-8")
     return config

@@ -104,6 +104,9 @@ def test_everything_wrong_is_told_at_once_with_its_place(tmp_path: Path) -> None
         ("run: {name: [a]}", "run.name must be text, not ['a']"),
         ("actor: ", "actor must be a section of `key: value` lines, not empty"),
         ("observe: {progress: 3.5}", "observe.progress must be true or false, not 3.5"),
+        ("observe: {progress: 1}", "observe.progress must be true or false, not 1"),
+        ("actor: {share_prompts: 5}", "actor.share_prompts must be true or false or null, not 5"),
+        ("run: {steps: '???'}", "run.steps must be a whole number, not '???'"),
         ("rollout: {threads: many}", "rollout.threads must be a whole number or null, not 'many'"),
     ],
 )
@@ -117,6 +120,7 @@ def test_a_wrong_type_says_what_would_be_right(tmp_path: Path, line: str, senten
     [
         ({"c": "base: a.yaml", "a": "base: c.yaml"}, "{t}/a.yaml: base goes in a circle: {t}/c.yaml -> {t}/a.yaml"),
         ({"c": "base: c.yaml"}, "{t}/c.yaml: base goes in a circle: {t}/c.yaml -> {t}/c.yaml"),
+        ({"c": 'base: "a\\0b"'}, "'a\\x00b' holds a zero byte (named as base in {t}/c.yaml)"),
         ({"c": "base: no.yaml"}, "{t}/no.yaml: there is no such file (named as base in {t}/c.yaml)"),
         ({"c": "base: ."}, "{t}: this is a folder, not a YAML file (named as base in {t}/c.yaml)"),
         ({"c": "run: {}\nbase: 3"}, "{t}/c.yaml:2: base must be a path or a list of paths, not 3"),

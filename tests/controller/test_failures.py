@@ -103,14 +103,6 @@ def test_a_recording_on_a_full_disk(tmp_path: Path) -> None:
         check_summary(run)
 
 
-@pytest.mark.slow
-def test_a_recording_that_is_too_short(tmp_path: Path) -> None:
-    empty = tmp_path / "nothing.jsonl"
-    empty.touch()
-    with Run(tmp_path / "run", *LONG, f"rollout.replay={empty}") as run:
-        check_failed(run, str(empty), "step 1")
-
-
 def test_a_port_that_is_taken(tmp_path: Path) -> None:
     """Known before anything is started: bad input, exit code 2."""
     with socket.socket() as taken:
