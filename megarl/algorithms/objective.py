@@ -111,9 +111,18 @@ class Objective:
             "clip_high": self.clip_high,
             "clip_dual": self.clip_dual,
         }
-        result = call(get_policy_loss(self.policy_loss), offered)
+        function = get_policy_loss(self.policy_loss)
+        try:
+            result = call(function, offered)
+        except Exception as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise RuntimeError(f"policy loss {self.policy_loss!r} failed: {reason}") from error
         if not isinstance(result, PolicyLoss):
             raise TypeError(f"policy loss {self.policy_loss!r} must return a PolicyLoss, not {type(result).__name__}")
+        for name, values in result._asdict().items():
+            if values is not None and values.shape != mask_BT.shape:  # it might broadcast to something, silently
+                wanted = f"{tuple(mask_BT.shape)}, not {tuple(values.shape)}"
+                raise ValueError(f"policy loss {self.policy_loss!r}: {name} must be of shape {wanted}")
         return result
 
     def _get(self, data: Mapping[str, Tensor], name: str, like_BT: Tensor) -> Tensor:

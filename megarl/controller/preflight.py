@@ -110,8 +110,11 @@ class _Check:
         for key, name, lookup in lookups:
             try:
                 function = lookup(name)
-            except Exception as error:  # noqa: BLE001 a user's own module may fail in any way while it is imported
+            except ValueError as error:  # what the registry says
                 self._add([f"{key}={name}: {error}"])
+                continue
+            except (Exception, SystemExit) as error:  # noqa: BLE001 a user's own module may fail in any way on import
+                self._add([f"{key}={name}: importing it failed: {type(error).__name__}: {error}"])
                 continue
             if key == "algorithm.advantage":
                 self._add(_group(cfg, function))

@@ -73,7 +73,11 @@ def _json_rows(path: Path) -> Iterator[Row]:
                     text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                     if text.strip():
                         row = json.loads(text)
+                        if "\\u" in text:  # JSON can write half of a character, which no tokenizer takes
+                            json.dumps(row, ensure_ascii=False).encode()
                         yield number, place, row if isinstance(row, dict) else "not a JSON object"
+                except UnicodeEncodeError as error:
+                    yield number, place, f"{error.object[error.start]!a} is half of a character"
                 except UnicodeDecodeError as error:
                     yield number, place, f"not UTF-8 (byte {error.start + 1} of the line)"
                 except json.JSONDecodeError as error:

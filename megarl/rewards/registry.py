@@ -49,7 +49,7 @@ def get_reward(name: str) -> RewardFunction:
         sys.path.append(os.getcwd())
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # the user's module may fail in any way while it is imported
+    except (Exception, SystemExit) as error:  # the user's module may fail in any way while it is imported
         raise UserError(f"reward.name: importing {module_name!r} failed: {type(error).__name__}: {error}") from error
     function = getattr(module, attribute, None)
     if not callable(function):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SHOWN_PROBLEMS = 10
+LARGEST = float(np.finfo(np.float32).max)
 
 
 class Rewarder:
@@ -72,13 +73,16 @@ class Rewarder:
         payload = batch["payload"][at]
         try:
             value = self.function(text, payload.get("answer"), payload, **self.options)
-        except Exception as error:  # the function may be the user's own: whatever it raises, say whose it is and where
-            place = _innermost(error)
-            raise RunError(f"{self._blame(batch, at)} failed: {type(error).__name__}: {error}{place}") from error
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # it may be the user's own: whatever it raises, say whose it is and where
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise RunError(f"{self._blame(batch, at)} failed: {reason}{_innermost(error)}") from error
         if not isinstance(value, numbers.Real | np.bool_):
             raise RunError(f"{self._blame(batch, at)} answered {value!r} ({type(value).__name__}), not a number")
-        if not math.isfinite(value):
-            raise RunError(f"{self._blame(batch, at)} answered {value!r}, not a finite number")
+        if not abs(value) <= LARGEST:  # NaN neither; advantages are computed in float32
+            raise RunError(f"{self._blame(batch, at)} answered {value!r:.40}, not a finite number of float32")
         return float(value)
 
     def _blame(self, batch: Batch, at: int) -> str:

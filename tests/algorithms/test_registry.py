@@ -33,6 +33,12 @@ def careless(log_probs_BT, advantages_BT, mask_BT, *, weight=1.0):
 def not_a_loss(log_probs_BT, mask_BT):
     return log_probs_BT
 
+def one_a_sample(log_probs_BT):
+    return PolicyLoss(log_probs_BT.sum(-1), log_probs_BT, log_probs_BT > 0)
+
+def breaks(log_probs_BT):
+    return 1 / 0
+
 number = 3
 """
 
@@ -62,11 +68,19 @@ def test_a_users_loss_is_safe_from_masked_junk(own_module: str) -> None:
     assert result.loss.item() == pytest.approx(-2.0 * 0.36787944)
 
 
-def test_a_loss_must_return_a_policy_loss(own_module: str) -> None:
-    mask = torch.ones(1, 1)
+@pytest.mark.parametrize(
+    ("name", "error", "said"),
+    [
+        ("not_a_loss", TypeError, "must return a PolicyLoss, not Tensor"),
+        ("one_a_sample", ValueError, r"own_algorithms.one_a_sample': loss_BT must be of shape \(2, 2\), not \(2,\)"),
+        ("breaks", RuntimeError, "own_algorithms.breaks' failed: ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_loss_must_return_a_policy_loss(own_module: str, name: str, error: type[Exception], said: str) -> None:
+    mask = torch.ones(2, 2)
     data = {"old_log_probs": mask, "advantages": mask, "loss_mask": mask}
-    with pytest.raises(TypeError, match="must return a PolicyLoss, not Tensor"):
-        Objective(policy_loss=f"{own_module}.not_a_loss")(mask, None, data, denominators(mask))
+    with pytest.raises(error, match=said):
+        Objective(policy_loss=f"{own_module}.{name}")(mask, None, data, denominators(mask))
 
 
 def test_refusals_say_what_is_wrong(own_module: str) -> None:

@@ -212,6 +212,7 @@ BAD_LINES = {
     b"[" * 100_000: "malformed JSON",
     b'["a list"]': "not a JSON object",
     b"7": "not a JSON object",
+    b'{"prompt": "\\ud800 a", "answer": "x"}': "'\\ud800' is half of a character",
     b'{"prompt": "caf\xe9", "answer": "x"}': "not UTF-8 (byte 16 of the line)",
     b'{"answer": "x"}': "no key 'prompt'; the row has: answer",
     b'{"prompt": "a", "question": "b"}': "no key 'answer'; the row has: prompt, question",

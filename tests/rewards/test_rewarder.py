@@ -76,6 +76,8 @@ def test_a_function_that_raises_stops_the_run_with_its_name_the_sample_and_the_p
         (math.nan, "answered nan, not a finite number"),
         (-math.inf, "answered -inf, not a finite number"),
         (np.float32("nan"), "not a finite number"),
+        (1e39, "answered 1e+39, not a finite number"),
+        (10**400, "not a finite number"),
         (None, "answered None (NoneType), not a number"),
         ("1.0", "answered '1.0' (str), not a number"),
         ([1.0], "(list), not a number"),

@@ -1,0 +1,68 @@
+"""What an estimator of a user's own may do wrong is one sentence that names it."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from megarl.algorithms import Advantage
+from megarl.batch import Batch, Sample
+from megarl.config.schema import AlgorithmConfig
+from megarl.controller.estimator import Estimator
+from megarl.errors import RunError
+
+
+def batch() -> Batch:
+    samples = [
+        Sample(f"p{i}", "g", [1], [2] * length, [1] * length, [0.0] * length, reward=float(i))
+        for i, length in enumerate((2, 0, 3))
+    ]
+    return Batch.from_samples(samples)
+
+
+def raises(reward_BT):
+    raise KeyError("two\nlines")
+
+
+def leaves(reward_BT):
+    sys.exit(0)
+
+
+def nothing(reward_BT):
+    return None
+
+
+def wrong_shape(reward_BT):
+    return Advantage(reward_BT[:1], reward_BT)
+
+
+def not_finite(reward_BT):
+    return Advantage(reward_BT * float("nan"), reward_BT)
+
+
+def junk_where_masked(reward_BT, mask_BT):
+    advantages_BT = torch.where(mask_BT > 0, reward_BT, float("nan"))
+    return Advantage(advantages_BT, advantages_BT)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("raises", "failed: KeyError: 'two\\nlines'"),
+        ("leaves", "failed: SystemExit: 0"),
+        ("nothing", "must return an Advantage, not NoneType"),
+        ("wrong_shape", "gave a shape of (1, 3), not (3, 3)"),
+        ("not_finite", "gave a value that is not a finite number"),
+    ],
+)
+def test_a_bad_estimator_stops_the_run(name: str, said: str) -> None:
+    with pytest.raises(RunError) as caught:
+        Estimator(AlgorithmConfig(advantage=f"{__name__}.{name}"))(batch())
+    assert str(caught.value) == f"the advantage estimator '{__name__}.{name}' {said}"
+
+
+def test_what_is_masked_may_hold_anything() -> None:
+    done = Estimator(AlgorithmConfig(advantage=f"{__name__}.junk_where_masked"))(batch())
+    assert done["advantages"].tolist() == [0.0, 0.0, 0.0, 0.0, 2.0]
