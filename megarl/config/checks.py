@@ -46,7 +46,7 @@ RANGES = {
     "actor.logits_chunk_tokens": "[1,",
     "actor.threads": "[1,1024]",
     "rollout.n": "[1,",
-    "rollout.temperature": "(0,",
+    "rollout.temperature": "[0.001,1000]",  # below 1e-6 SGLang is greedy, and its log-probs are of temperature 1
     "rollout.top_p": "(0,1]",
     "rollout.max_new_tokens": "[1,",
     "rollout.threads": "[1,1024]",

@@ -127,7 +127,7 @@ class ReshardConfig:
     bucket_mb: int = 256  # weights move in buckets of at most this size
     verify: Literal["full", "sampled", "off"] = "full"  # fingerprints after a sync: all, a rotating eighth, none
     probe: bool = False  # after every sync also compare log-probs of a probe sequence, trainer against engine
-    probe_tolerance: float | None = None  # largest |difference|; None: 1e-5 for float32, 0.25 for bfloat16
+    probe_tolerance: float | None = None  # largest |difference|; None: 1e-5 where all is float32, else 0.25
 
 
 @dataclass

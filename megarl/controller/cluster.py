@@ -29,7 +29,9 @@ def cluster(settings: ClusterConfig, logs: Path) -> Iterator[None]:
     if settings.port is not None:
         os.environ["RAY_GCS_SERVER_PORT"] = str(settings.port)
     import ray
+    from ray._private import worker
 
+    worker.print_to_stdstream = lambda *_, **__: None  # a paragraph on each death, for which `calls` has one sentence
     logging.getLogger("ray").setLevel(logging.ERROR)  # its greeting belongs to nobody's run
     # Unix sockets live below this folder and their paths may not exceed 107 characters, hence not the run folder.
     scratch = None

@@ -23,7 +23,7 @@ class WeightSync:
     actor: WorkerGroup
     engines: EngineGroup
     transfer: Colocated
-    dtype: str
+    dtype: str  # the coarser one of the trainer's and the engines'
     probe: bool
     probe_tolerance: float | None
     vocabulary: int

@@ -64,8 +64,9 @@ def _build(cfg: Config, prepared: Prepared, observer: Observer, stack: ExitStack
         prepared.model, dtype=dtype, bucket_bytes=cfg.reshard.bucket_mb << 20, verify=cfg.reshard.verify
     )
     stack.callback(transfer.close)
+    coarser = "bfloat16" if "bfloat16" in (dtype, cfg.model.dtype) else dtype
     sync = WeightSync(
-        actor, engines, transfer, dtype, cfg.reshard.probe, cfg.reshard.probe_tolerance, prepared.model.dims.vocab
+        actor, engines, transfer, coarser, cfg.reshard.probe, cfg.reshard.probe_tolerance, prepared.model.dims.vocab
     )
     rewards = Rewarder(cfg.reward, prepared.tokenizer)
     rollout: Rollout = (
@@ -99,6 +100,10 @@ def _loop(cfg: Config, trainer: Trainer, evaluation: Evaluation, observer: Obser
         batch, metrics = trainer.step(number)
         with observer.stage("log"):
             observer.step(number, metrics, batch)
+            if metrics["actor/applied"] < 1:
+                observer.note(
+                    f"step {number}: a gradient was not finite; it was not applied and nothing was learned from it"
+                )
         evaluate(number)
 
 

@@ -64,6 +64,8 @@ def make_tiny(family: str, folder: str | Path, seed: int = 0, **overrides: Any) 
     from megarl.bridge.model_map import ModelMap
     from megarl.models.tokenizer import CHATML, END, PAD, START, train_small, write_tokenizer
 
+    if not 0 <= seed < 2**63:
+        raise UserError(f"The seed {seed} must be at least 0 and below 2**63.")
     config = tiny_config(family, **overrides)
     shapes = ModelMap.from_hf(config).hf_shapes
     with new_folder(Path(folder)) as building:

@@ -50,7 +50,7 @@ CASES = {
         said=(
             "rollout.top_p is 1.5; it must be above 0 and at most 1",
             "actor.optimizer.beta1 is 1.0; it must be at least 0 and below 1",
-            "rollout.temperature is 0.0; it must be above 0",
+            "rollout.temperature is 0.0; it must be at least 0.001 and at most 1000",
             "actor.parallel.tensor is 0; it must be at least 1",
             "rollout.top_k is 0; it must be at least 1, or -1 for all tokens",
         ),

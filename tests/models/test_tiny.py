@@ -132,3 +132,10 @@ def test_a_cache_that_cannot_be_written_is_one_sentence(tmp_path: Path, monkeypa
     monkeypatch.setenv("MEGARL_CACHE", str(tmp_path / "file"))
     with pytest.raises(UserError, match=r"cannot be written .*MEGARL_CACHE"):
         resolve("tiny-llama")
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63])
+def test_a_seed_that_no_generator_takes(tmp_path: Path, seed: int) -> None:
+    with pytest.raises(UserError, match="The seed"):
+        make_tiny("qwen3", tmp_path / "m", seed=seed)
+    assert not any(tmp_path.iterdir())
