@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -45,11 +44,9 @@ def measure(settings: dict[str, object]) -> list[float]:
     from megarl.config.schema import OptimizerConfig
     from megarl.megatron import parallel
     from megarl.megatron.engine import EngineSettings, MegatronEngine
+    from megarl.roles.ports import unused_port
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    place = parallel.start(0, 1, "127.0.0.1", port, tensor=1, pipeline=1, seed=1)
+    place = parallel.start(0, 1, "127.0.0.1", unused_port(), tensor=1, pipeline=1, seed=1)
     engine = MegatronEngine(
         models.resolve("smollm2"),
         place,

@@ -5,17 +5,17 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import socket
 import traceback
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+from megarl.roles.ports import unused_port
+
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port for later use: outside the range from which the system gives ports to whoever connects meanwhile."""
+    return unused_port()
 
 
 def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, timeout: float = 300) -> list[Any]:

@@ -39,10 +39,10 @@ def _run(cfg: Config, prepared: Prepared, stack: ExitStack, signals: _Signals) -
     for note in prepared.sources.notes:
         observer.note(note)
     places: list[tuple[str, Path | str]] = []
-    with observer.stage("start"):
+    with observer.stage("start Ray"):
         stack.enter_context(cluster(cfg.cluster, observer.folder.path / "logs"))
         signals.listen()  # Ray puts a handler of its own for SIGTERM, which ends in a crash report
-        trainer, evaluation = _build(cfg, prepared, observer, stack)
+    trainer, evaluation = _build(cfg, prepared, observer, stack)
     _loop(cfg, trainer, evaluation, observer)
     if cfg.export.hf:
         with observer.stage("export"):
@@ -57,8 +57,10 @@ def _build(cfg: Config, prepared: Prepared, observer: Observer, stack: ExitStack
     updates = cfg.run.steps * cfg.algorithm.epochs * cfg.algorithm.mini_batches
     actor = WorkerGroup(cfg, prepared.folder, updates)
     actor.start()
-    actor.ready()
-    engines.ready()
+    with observer.stage("start the trainer"):
+        actor.ready()
+    with observer.stage("start the engine"):
+        engines.ready()
     dtype = cfg.rollout.dtype or cfg.model.dtype
     transfer = Colocated(
         prepared.model, dtype=dtype, bucket_bytes=cfg.reshard.bucket_mb << 20, verify=cfg.reshard.verify
@@ -84,7 +86,8 @@ def _build(cfg: Config, prepared: Prepared, observer: Observer, stack: ExitStack
         sync=sync,
         stage=observer.stage,
     )
-    sync.push(0)
+    with observer.stage("first weight sync"):
+        sync.push(0)
     return trainer, Evaluation(prepared.sources.eval, engines, rewards, cfg)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from megarl.config.schema import SourceConfig
@@ -46,8 +47,11 @@ def read_reasoning_gym(config: SourceConfig, excluded: frozenset[str] = frozense
 
 def _dataset(config: SourceConfig) -> tuple[Any, list[str]]:
     try:
-        import reasoning_gym
-        from reasoning_gym.factory import DATASETS
+        with warnings.catch_warnings():
+            # A package below it is full of escapes that Python warns of whenever it compiles them.
+            warnings.simplefilter("ignore", SyntaxWarning)
+            import reasoning_gym
+            from reasoning_gym.factory import DATASETS
     except ImportError:
         return None, ["a reasoning_gym source needs the package: pip install reasoning-gym"]
     if not config.task:

@@ -12,6 +12,7 @@ from megarl.algorithms import Denominators, Objective
 from megarl.batch import Batch
 from megarl.config import Config
 from megarl.reshard.bucket import BucketSpec
+from megarl.roles.ports import unused_port
 
 
 class Worker:
@@ -23,12 +24,8 @@ class Worker:
 
     def address(self) -> tuple[str, int]:
         """An address of this host and a free port on it, for the ranks to meet at."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port = probe.getsockname()[1]
-        return (
-            "127.0.0.1" if self.config.cluster.address is None else socket.gethostbyname(socket.gethostname())
-        ), port
+        alone = self.config.cluster.address is None
+        return "127.0.0.1" if alone else socket.gethostbyname(socket.gethostname()), unused_port()
 
     def start(self, rank: int, world: int, address: str, port: int, total_updates: int) -> dict[str, Any]:
         """Join the job and build the roles; answers where the rank stands."""
