@@ -55,7 +55,7 @@ class Worker:
         self.reference = None
         if self.config.algorithm.kl_coefficient > 0:
             self.reference = MegatronEngine(self.folder, self.place, settings)
-        self.objective = objective(self.config)
+        self.objective = Objective.from_config(self.config.algorithm)
         self.writer = ShardWriter(self.actor.parameters(), self.place)
         return asdict(self.place) | {"primary": self.place.primary, "pid": os.getpid()}
 
@@ -93,18 +93,3 @@ class Worker:
         for old, new in names.items():
             answer = answer.set(new, done[old], done.level(old))
         return answer
-
-
-def objective(config: Config) -> Objective:
-    """The loss that the configuration asks for."""
-    a = config.algorithm
-    return Objective(
-        policy_loss=a.policy_loss,
-        clip_low=a.clip_low,
-        clip_high=a.clip_high,
-        clip_dual=a.clip_dual,
-        aggregation=a.aggregation,
-        entropy_coefficient=a.entropy_coefficient,
-        kl_coefficient=a.kl_coefficient,
-        kl_estimator=a.kl_estimator,
-    )
