@@ -38,6 +38,9 @@ class StepMetrics:
             "throughput/tokens_per_second": tokens / step,
             "throughput/samples_per_second": len(batch) / step,
         }
+        if "reward_parts" in batch:
+            means = batch["reward_parts"].mean(dim=0).tolist()
+            metrics |= {f"reward/{k}": v for k, v in zip(batch.meta["reward_parts"], means, strict=True)}
         metrics |= {f"actor/{k}": v for k, v in update.items()}
         metrics |= sync
         metrics |= {f"time/{name}": value for name, value in seconds.items()}

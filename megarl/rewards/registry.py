@@ -8,15 +8,16 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megarl.config.schema import RewardConfig
 from megarl.errors import UserError
 
-# fn(text, answer, payload, **options) -> a finite number. text: the response, without special tokens; answer: what the
-# data set says; payload: the problem's other keys, and "prompt", the user's turn.
-RewardFunction = Callable[..., float]
+# fn(text, answer, payload, **options) -> a finite number, or a mapping of named parts whose sum is the reward. text: the
+# response, without special tokens; answer: what the data set says; payload: the problem's other keys, and "prompt", the user's
+# turn.
+RewardFunction = Callable[..., float | Mapping[str, float]]
 
 REWARDS: dict[str, RewardFunction] = {}
 ANSWER_CHECKS: dict[str, Callable[[Any], object]] = {}

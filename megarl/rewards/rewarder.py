@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SHOWN_PROBLEMS = 10
+WHOLE = ""  # the name of the only part of a reward that is one number
 LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -51,14 +52,28 @@ class Rewarder:
     def score(self, batch: Batch) -> Batch:
         """A batch of the same samples with two fields: reward (SAMPLE, float32) and response_text (SAMPLE, object).
 
-        RunError names the sample and the function where the function raises, or answers anything but a finite number.
+        Where the function answers named parts, the reward is their sum, and there is also reward_parts (SAMPLE, float32, (N, K)),
+        with the K names in the meta under the same name. RunError names the sample and the function where the function raises, or
+        answers anything but finite numbers.
         """
         texts = self.texts(batch)
-        scores = [self._score_one(batch, at, text) for at, text in enumerate(texts)]
+        answers = [self._score_one(batch, at, text) for at, text in enumerate(texts)]
         objects = np.empty(len(texts), dtype=object)
         objects[:] = texts
-        scored = batch.select([]).set("reward", torch.tensor(scores, dtype=torch.float32), Level.SAMPLE)
-        return scored.set("response_text", objects, Level.SAMPLE)
+        scored = batch.select([]).set("response_text", objects, Level.SAMPLE)
+        names = tuple(answers[0]) if answers else (WHOLE,)
+        for at, answer in enumerate(answers):
+            if tuple(answer) != names:
+                raise RunError(
+                    f"{self._blame(batch, at)} answered {_named(tuple(answer))}, and for sample 0 it answered {_named(names)}"
+                )
+        parts = torch.tensor([list(answer.values()) for answer in answers], dtype=torch.float32).view(-1, len(names))
+        scored = scored.set("reward", parts.sum(dim=1), Level.SAMPLE)
+        if names == (WHOLE,):
+            return scored
+        scored = scored.set("reward_parts", parts, Level.SAMPLE)
+        scored.meta["reward_parts"] = list(names)
+        return scored
 
     def texts(self, batch: Batch) -> list[str]:
         """Every response as text, without special tokens."""
@@ -69,7 +84,8 @@ class Rewarder:
         responses = [tokens[end - length : end].tolist() for end, length in zip(ends, lengths, strict=True)]
         return list(self.tokenizer.batch_decode(responses, skip_special_tokens=True))
 
-    def _score_one(self, batch: Batch, at: int, text: str) -> float:
+    def _score_one(self, batch: Batch, at: int, text: str) -> dict[str, float]:
+        """The named parts of a reward, in the order of their names; one without a name where there are no parts."""
         payload = batch["payload"][at]
         try:
             value = self.function(text, payload.get("answer"), payload, **self.options)
@@ -79,14 +95,25 @@ class Rewarder:
         ) as error:  # it may be the user's own: whatever it raises, say whose it is and where
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise RunError(f"{self._blame(batch, at)} failed: {reason}{_innermost(error)}") from error
-        if not isinstance(value, numbers.Real | np.bool_):
-            raise RunError(f"{self._blame(batch, at)} answered {value!r} ({type(value).__name__}), not a number")
-        if not abs(value) <= LARGEST:  # NaN neither; advantages are computed in float32
-            raise RunError(f"{self._blame(batch, at)} answered {value!r:.40}, not a finite number of float32")
-        return float(value)
+        parts = value if isinstance(value, Mapping) else {WHOLE: value}
+        if not parts or not all(isinstance(name, str) for name in parts):
+            raise RunError(f"{self._blame(batch, at)} answered {value!r:.60}: its parts must have names")
+        for name, part in parts.items():
+            what = f"{part!r:.40}" if name == WHOLE else f"{part!r:.40} as its part {name!r}"
+            if not isinstance(part, numbers.Real | np.bool_):
+                raise RunError(f"{self._blame(batch, at)} answered {what} ({type(part).__name__}), not a number")
+            if not abs(part) <= LARGEST:  # NaN neither; advantages are computed in float32
+                raise RunError(f"{self._blame(batch, at)} answered {what}, not a finite number of float32")
+        if not abs(sum(map(float, parts.values()))) <= LARGEST:
+            raise RunError(f"{self._blame(batch, at)} answered parts whose sum is not a finite number of float32")
+        return {name: float(parts[name]) for name in sorted(parts)}
 
     def _blame(self, batch: Batch, at: int) -> str:
         return f"the reward function {self.name!r}, given sample {at} of the step (problem {batch['uid'][at]}),"
+
+
+def _named(names: tuple[str, ...]) -> str:
+    return "one number" if names == (WHOLE,) else f"the parts {', '.join(names)}"
 
 
 def _innermost(error: BaseException) -> str:

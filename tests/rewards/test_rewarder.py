@@ -91,6 +91,38 @@ def test_what_is_no_finite_number_stops_the_run(tokenizer, given, said):
     assert "user_rewards.odd_one_out" in str(caught.value) and said in str(caught.value)
 
 
+def test_named_parts_add_up_and_are_kept(tokenizer):
+    gives = [{"right": 1, "format": 0.5}, {"format": np.float32(0.25), "right": 0}]
+    batch = batch_of(tokenizer, ["a", "b"], [{"give": give} for give in gives])
+    scored = Rewarder(RewardConfig("user_rewards.odd_one_out"), tokenizer).score(batch)
+    assert scored["reward"].tolist() == [1.5, 0.25]
+    assert scored["reward_parts"].tolist() == [[0.5, 1.0], [0.25, 0.0]]
+    assert scored.meta["reward_parts"] == ["format", "right"]
+    assert batch.union(scored).take(torch.tensor([1]))["reward_parts"].tolist() == [[0.25, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("gives", "said"),
+    [
+        (
+            [{"a": 1}, 2.0],
+            "sample 1 of the step (problem train-1), answered one number, and for sample 0 it answered the parts a",
+        ),
+        ([{"a": 1}, {"a": 1, "b": 2}], "answered the parts a, b, and for sample 0 it answered the parts a"),
+        ([{"a": math.nan}], "answered nan as its part 'a', not a finite number"),
+        ([{"a": None}], "answered None as its part 'a' (NoneType), not a number"),
+        ([{}], "its parts must have names"),
+        ([{3: 1.0}], "its parts must have names"),
+        ([{"a": 3e38, "b": 3e38}], "whose sum is not a finite number"),
+    ],
+)
+def test_parts_that_do_not_fit_stop_the_run(tokenizer, gives, said):
+    batch = batch_of(tokenizer, ["a", "b"][: len(gives)], [{"give": give} for give in gives])
+    with pytest.raises(RunError) as caught:
+        Rewarder(RewardConfig("user_rewards.odd_one_out"), tokenizer).score(batch)
+    assert said in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
