@@ -40,7 +40,7 @@ class StepMetrics:
         }
         if "reward_parts" in batch:
             means = batch["reward_parts"].mean(dim=0).tolist()
-            metrics |= {f"reward/{k}": v for k, v in zip(batch.meta["reward_parts"], means, strict=True)}
+            metrics |= {f"reward_part/{k}": v for k, v in zip(batch.meta["reward_parts"], means, strict=True)}
         metrics |= {f"actor/{k}": v for k, v in update.items()}
         metrics |= sync
         metrics |= {f"time/{name}": value for name, value in seconds.items()}
