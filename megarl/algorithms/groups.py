@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+SINGLETONS = ("zero", "score")
+
 
 class Groups:
     """B samples in groups. Reductions give each sample the value of its group, as a (B,) tensor.
@@ -32,6 +34,11 @@ class Groups:
         self.size_B = self.sum(torch.ones(len(names), device=counts_B.device))
         self.alone_B = self.size_B == 1
 
+    @classmethod
+    def all_in_one(cls, counts_B: Tensor) -> Groups:
+        """The whole batch as one group."""
+        return cls([None] * len(counts_B), counts_B)
+
     def sum(self, values_B: Tensor) -> Tensor:
         return self._reduce(torch.where(self.counts_B, values_B, 0.0), "sum", 0.0)
 
@@ -43,15 +50,37 @@ class Groups:
         least_B = self._reduce(torch.where(self.counts_B, values_B, float("inf")), "min", float("inf"))
         return torch.where(self.size_B > 0, least_B, 0.0)
 
-    def centred(self, values_B: Tensor) -> Tensor:
-        """Values less their group's mean. Exactly 0 in a group of equal values: the mean is taken of the distance to
-        the smallest, which is then exactly 0, where a mean of the values would leave rounding noise."""
+    def max(self, values_B: Tensor) -> Tensor:
+        """0 in a group where nothing counts."""
+        return -self.min(-values_B)
+
+    def centred(self, values_B: Tensor, weight_B: Tensor | None = None) -> Tensor:
+        """Values less their group's mean, which may be weighted. Exactly 0 in a group of equal values: the mean is
+        taken of the distance to the smallest, which is then exactly 0, where a mean of the values would leave
+        rounding noise."""
         above_B = values_B - self.min(values_B)
-        return above_B - self.mean(above_B)
+        if weight_B is None:
+            return above_B - self.mean(above_B)
+        total_B = self.sum(weight_B)
+        return above_B - self.sum(weight_B * above_B) / torch.where(total_B > 0, total_B, 1.0)
 
     def std_of_centred(self, centred_B: Tensor) -> Tensor:
-        """Unbiased (n - 1) standard deviation of values that are centred already; 0 in a group of one."""
-        return (self.sum(centred_B.square()) / (self.size_B - 1).clamp(min=1)).sqrt()
+        """Unbiased (n - 1) standard deviation of values that are centred already; 0 in a group of one. In units of
+        the largest, so that no square overflows or vanishes."""
+        largest_B = self.max(centred_B.abs())
+        unit_B = torch.where(largest_B > 0, largest_B, 1.0)
+        return unit_B * (self.sum((centred_B / unit_B).square()) / (self.size_B - 1).clamp(min=1)).sqrt()
+
+    def equal(self, values_B: Tensor) -> Tensor:
+        """Bool: all values of the group are the same; true in a group of one."""
+        return self.max(values_B) == self.min(values_B)
+
+    def where_alone(self, singleton: str, score_B: Tensor, advantage_B: Tensor) -> Tensor:
+        """The advantage; where a sample is alone in its group, 0 (singleton "zero") or its raw score ("score")."""
+        if singleton not in SINGLETONS:
+            raise ValueError(f"singleton is {singleton!r}; it may be 'zero' or 'score'")
+        lone_B = score_B if singleton == "score" else torch.zeros_like(score_B)
+        return torch.where(self.alone_B, lone_B, advantage_B)
 
     def _reduce(self, values_B: Tensor, how: str, initial: float) -> Tensor:
         if not len(values_B):

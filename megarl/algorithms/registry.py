@@ -5,10 +5,11 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
+_KEYWORDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 class Registry(Generic[F]):
@@ -46,9 +47,8 @@ class Registry(Generic[F]):
         if name in self._functions:
             return self._functions[name]
         if "." not in name:
-            near = difflib.get_close_matches(name, self.names, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else "."
-            raise ValueError(f"no {self.kind} {name!r}{hint} There are {', '.join(self.names)}, or a dotted path")
+            there = f"There are {', '.join(self.names)}, or a dotted path"
+            raise ValueError(f"no {self.kind} {name!r}{_hint(name, self.names)} {there}")
         module_name, _, attribute = name.rpartition(".")
         try:
             function = getattr(importlib.import_module(module_name), attribute)
@@ -57,12 +57,31 @@ class Registry(Generic[F]):
         self._check(name, function)
         return function
 
+    def required(self, name: str) -> tuple[str, ...]:
+        """The inputs that this function cannot do without."""
+        parameters = inspect.signature(self.get(name)).parameters
+        return tuple(i for i in self.inputs if i in parameters and parameters[i].default is inspect.Parameter.empty)
+
+    def options(self, name: str) -> tuple[str, ...]:
+        """The keywords of this function that are not inputs."""
+        parameters = inspect.signature(self.get(name)).parameters.values()
+        return tuple(p.name for p in parameters if p.kind in _KEYWORDS and p.name not in self.inputs)
+
+    def check_options(self, name: str, options: Iterable[str]) -> None:
+        """ValueError naming the first option that this function does not have, and the nearest that it has."""
+        function, known = self.get(name), self.options(name)
+        for option in options:
+            if option in self.inputs:
+                raise ValueError(f"{self.kind} {name!r}: {option!r} is data that the trainer gives, not an option")
+            if option not in known and not _takes_any(function):
+                there = f"Its options are {', '.join(known)}" if known else "It has no options"
+                raise ValueError(f"{self.kind} {name!r} has no option {option!r}{_hint(option, known)} {there}")
+
     def _check(self, name: str, function: Any) -> None:
         if not callable(function):
             raise ValueError(f"{self.kind} {name!r} is not a function")
         parameters = inspect.signature(function).parameters.values()
-        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        if not takes_any and self.inputs[0] not in {p.name for p in parameters}:
+        if not _takes_any(function) and self.inputs[0] not in {p.name for p in parameters}:
             raise ValueError(f"{self.kind} {name!r} does not take {self.inputs[0]}")
         for parameter in parameters:
             if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
@@ -77,7 +96,16 @@ class Registry(Generic[F]):
 
 def call(function: Callable[..., Any], offered: Mapping[str, Any]) -> Any:
     """Call `function` with those of the offered arguments that it takes, by name."""
-    parameters = inspect.signature(function).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+    if _takes_any(function):
         return function(**offered)
+    parameters = inspect.signature(function).parameters
     return function(**{name: value for name, value in offered.items() if name in parameters})
+
+
+def _takes_any(function: Callable[..., Any]) -> bool:
+    return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
+
+
+def _hint(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else "."
