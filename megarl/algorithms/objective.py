@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from megarl.algorithms.aggregation import AGGREGATIONS, Denominators, aggregate
 from megarl.algorithms.divergence import KL_ESTIMATORS, kl
 from megarl.algorithms.masking import as_mask, keep, log_ratio
-from megarl.algorithms.policy_losses import PolicyLoss, get_policy_loss
+from megarl.algorithms.policy_losses import PolicyLoss, policy_loss
 from megarl.algorithms.registry import call
 
 
@@ -26,25 +27,26 @@ class ObjectiveResult(NamedTuple):
 
 @dataclass(frozen=True)
 class Objective:
-    """J = aggregate(policy loss) - entropy_coefficient * aggregate(entropy) + kl_coefficient * aggregate(KL).
+    """J = aggregate(weight * policy loss) - entropy_coefficient * aggregate(entropy) + kl_coefficient * aggregate(KL).
 
     Fields are plain values under the names of the configuration's algorithm section; ValueError where one is not
     possible. Functions are looked up by name when called, so that an objective can be sent to other processes.
     """
 
     policy_loss: str = "vanilla"
+    policy_loss_options: dict[str, Any] = field(default_factory=dict, hash=False)  # keywords of this loss alone
     clip_low: float = 0.2
     clip_high: float = 0.2
     clip_dual: float | None = 3.0
-    aggregation: str = "token_mean"
+    aggregation: str | None = None  # None: the loss's own
     entropy_coefficient: float = 0.0
     kl_coefficient: float = 0.0
     kl_estimator: str = "k3"
 
     def __post_init__(self) -> None:
-        get_policy_loss(self.policy_loss)
-        if self.aggregation not in AGGREGATIONS:
-            raise ValueError(f"no aggregation {self.aggregation!r}; there are {', '.join(AGGREGATIONS)}")
+        policy_loss.check_options(self.policy_loss, self.policy_loss_options)
+        if self.mode not in AGGREGATIONS:
+            raise ValueError(f"no aggregation {self.mode!r}; there are {', '.join(AGGREGATIONS)}")
         if self.kl_estimator not in KL_ESTIMATORS:
             raise ValueError(f"no KL estimator {self.kl_estimator!r}; there are {', '.join(KL_ESTIMATORS)}")
         if not 0 <= self.clip_low <= 1:
@@ -56,28 +58,77 @@ class Objective:
 
     @classmethod
     def from_config(cls, algorithm: Any) -> Objective:
-        """From any object that has this class's fields as attributes; what else it has is not looked at."""
-        return cls(**{field.name: getattr(algorithm, field.name) for field in fields(cls)})
+        """From any object with this class's fields as attributes: one that it lacks keeps its default, what else it has
+        is not looked at."""
+        names = [f.name for f in fields(cls) if hasattr(algorithm, f.name)]
+        values = {name: getattr(algorithm, name) for name in names}
+        return cls(**values | {"policy_loss_options": dict(values.get("policy_loss_options") or {})})
+
+    @property
+    def mode(self) -> str:
+        """How losses are aggregated."""
+        return self.aggregation or policy_loss.traits(self.policy_loss).aggregation
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Names of the (B, T) data that it cannot be called without."""
+        names = ["old_log_probs", "advantages", "loss_mask", *self._made]
+        if policy_loss.needs(self.policy_loss, "behaviour_log_probs_BT"):
+            names.append("rollout_log_probs")
+        return (*names, "ref_log_probs") if self.kl_coefficient else tuple(names)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Names of all (B, T) data that it would look at."""
+        return tuple(dict.fromkeys((*self.needs, "rollout_log_probs", "ref_log_probs", "correction_weights")))
+
+    def prepare(self, data: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What the loss must know of the WHOLE mini-batch: run once before it is cut, and put into the data of each piece.
+
+        data: (B, T) each: old_log_probs, advantages, loss_mask. Gives {name: (B, T)}; {} for most losses.
+        """
+        traits = policy_loss.traits(self.policy_loss)
+        if traits.prepare is None:
+            return {}
+        mask_BT = as_mask(_get(data, "loss_mask"))
+        offered = {
+            "old_log_probs_BT": keep(_get(data, "old_log_probs", mask_BT), mask_BT),
+            "advantages_BT": keep(_get(data, "advantages", mask_BT), mask_BT),
+            "mask_BT": mask_BT,
+        }
+        with torch.no_grad():
+            made = self._call(traits.prepare, offered)
+        for name in traits.makes:
+            if name not in made or made[name].shape != mask_BT.shape:
+                raise ValueError(
+                    f"policy loss {self.policy_loss!r}: prepare must make {name} of {tuple(mask_BT.shape)}"
+                )
+        return {_field(name): made[name] for name in traits.makes}
 
     def __call__(
         self, log_probs_BT: Tensor, entropy_BT: Tensor | None, data: Mapping[str, Tensor], denominators: Denominators
     ) -> ObjectiveResult:
         """log_probs_BT, entropy_BT: of the current policy, with gradient; entropy None where it is not wanted.
-        data: (B, T) each: old_log_probs, advantages, loss_mask, and ref_log_probs where there is a reference.
+        data: (B, T) each: old_log_probs, advantages, loss_mask; ref_log_probs where there is a reference; what `prepare`
+        made; rollout_log_probs where the loss looks at them; correction_weights (no gradient) multiply the policy loss.
         """
-        mask_BT = as_mask(self._get(data, "loss_mask", log_probs_BT))
-        old_log_probs_BT = self._get(data, "old_log_probs", log_probs_BT)
-        policy = self._policy_loss(log_probs_BT, old_log_probs_BT, data, mask_BT)
+        mask_BT = as_mask(_get(data, "loss_mask", log_probs_BT))
+        policy = self._policy_loss(log_probs_BT, entropy_BT, data, mask_BT)
 
-        def share(values_BT: Tensor, mode: str = self.aggregation) -> Tensor:
+        def share(values_BT: Tensor, mode: str = self.mode) -> Tensor:
             return aggregate(values_BT, mask_BT, mode) / denominators.of(mode)
 
-        def by_token(values_BT: Tensor) -> Tensor:
+        def by_token(values_BT: Tensor | None) -> Tensor:
+            if values_BT is None:
+                return torch.zeros((), device=mask_BT.device)
             return share(values_BT.detach(), "token_mean")
 
-        drift_BT = log_ratio(log_probs_BT.detach(), old_log_probs_BT, mask_BT)
-        loss = share(policy.loss_BT)
-        sums = {"pg_loss": loss, "clip_fraction": by_token(policy.clipped_BT), "ppo_kl": by_token(-drift_BT)}
+        loss_BT = policy.loss_BT
+        if "correction_weights" in data:
+            loss_BT = loss_BT * keep(_get(data, "correction_weights", log_probs_BT).detach(), mask_BT)
+        drift_BT = log_ratio(log_probs_BT.detach(), _get(data, "old_log_probs", log_probs_BT), mask_BT)
+        loss = share(loss_BT)
+        sums = {"pg_loss": loss, "clip_fraction": by_token(policy.clipped_BT), "ppo_kl": -by_token(drift_BT)}
         if policy.dual_clipped_BT is not None:
             sums["dual_clip_fraction"] = by_token(policy.dual_clipped_BT)
         if entropy_BT is not None:
@@ -87,7 +138,7 @@ class Objective:
                 raise ValueError("the objective has an entropy coefficient, but was given no entropy")
             loss = loss - self.entropy_coefficient * share(entropy_BT)
         if self.kl_coefficient or "ref_log_probs" in data:
-            ref_log_probs_BT = self._get(data, "ref_log_probs", log_probs_BT)
+            ref_log_probs_BT = _get(data, "ref_log_probs", log_probs_BT)
             kl_BT = kl(log_probs_BT, ref_log_probs_BT, mask_BT, self.kl_estimator)
             sums["kl_loss"], sums["kl"] = share(kl_BT), by_token(kl_BT)
             if self.kl_coefficient:
@@ -98,25 +149,22 @@ class Objective:
         }
         return ObjectiveResult(loss, {name: value.detach() for name, value in sums.items()}, maxima)
 
+    @property
+    def _made(self) -> tuple[str, ...]:
+        return tuple(_field(name) for name in policy_loss.traits(self.policy_loss).makes)
+
     def _policy_loss(
-        self, log_probs_BT: Tensor, old_log_probs_BT: Tensor, data: Mapping[str, Tensor], mask_BT: Tensor
+        self, log_probs_BT: Tensor, entropy_BT: Tensor | None, data: Mapping[str, Tensor], mask_BT: Tensor
     ) -> PolicyLoss:
+        given = {"log_probs_BT": log_probs_BT} | ({} if entropy_BT is None else {"entropy_BT": entropy_BT})
+        given["old_log_probs_BT"] = _get(data, "old_log_probs", log_probs_BT)
+        given["advantages_BT"] = _get(data, "advantages", log_probs_BT)
+        if "rollout_log_probs" in self.needs or "rollout_log_probs" in data:
+            given["behaviour_log_probs_BT"] = _get(data, "rollout_log_probs", log_probs_BT)
         # Masked here as well, for the sake of losses that users write: junk must not reach their gradients either.
-        offered = {
-            "log_probs_BT": keep(log_probs_BT, mask_BT),
-            "old_log_probs_BT": keep(old_log_probs_BT, mask_BT),
-            "advantages_BT": keep(self._get(data, "advantages", log_probs_BT), mask_BT),
-            "mask_BT": mask_BT,
-            "clip_low": self.clip_low,
-            "clip_high": self.clip_high,
-            "clip_dual": self.clip_dual,
-        }
-        function = get_policy_loss(self.policy_loss)
-        try:
-            result = call(function, offered)
-        except Exception as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise RuntimeError(f"policy loss {self.policy_loss!r} failed: {reason}") from error
+        offered: dict[str, Tensor] = {name: keep(values_BT, mask_BT) for name, values_BT in given.items()}
+        offered |= {f"{name}_BT": _get(data, name, log_probs_BT) for name in self._made}
+        result = self._call(policy_loss.get(self.policy_loss), offered | {"mask_BT": mask_BT})
         if not isinstance(result, PolicyLoss):
             raise TypeError(f"policy loss {self.policy_loss!r} must return a PolicyLoss, not {type(result).__name__}")
         for name, values in result._asdict().items():
@@ -125,12 +173,27 @@ class Objective:
                 raise ValueError(f"policy loss {self.policy_loss!r}: {name} must be of shape {wanted}")
         return result
 
-    def _get(self, data: Mapping[str, Tensor], name: str, like_BT: Tensor) -> Tensor:
-        if name not in data:
-            raise ValueError(f"the objective needs {name!r}; it was given {', '.join(data) or 'nothing'}")
-        if data[name].shape != like_BT.shape:  # broadcasting would make a wrong loss without a word
-            raise ValueError(f"{name} is {tuple(data[name].shape)}, the log-probs are {tuple(like_BT.shape)}")
-        return data[name]
+    def _call(self, function: Any, offered: Mapping[str, Any]) -> Any:
+        """With the settings and those of the options that it takes: a loss and its `prepare` may share them out."""
+        settings = {"clip_low": self.clip_low, "clip_high": self.clip_high, "clip_dual": self.clip_dual}
+        try:
+            return call(function, {**settings, **self.policy_loss_options, **offered})
+        except Exception as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise RuntimeError(f"policy loss {self.policy_loss!r} failed: {reason}") from error
+
+
+def _field(argument: str) -> str:
+    """selected_BT, an argument, is `selected` in the data."""
+    return argument.removesuffix("_BT")
+
+
+def _get(data: Mapping[str, Tensor], name: str, like_BT: Tensor | None = None) -> Tensor:
+    if name not in data:
+        raise ValueError(f"the objective needs {name!r}; it was given {', '.join(data) or 'nothing'}")
+    if like_BT is not None and data[name].shape != like_BT.shape:  # broadcasting would make a wrong loss without a word
+        raise ValueError(f"{name} is {tuple(data[name].shape)}, the log-probs are {tuple(like_BT.shape)}")
+    return data[name]
 
 
 def _maximum(values_BT: Tensor, mask_BT: Tensor) -> Tensor:

@@ -1,39 +1,12 @@
-"""Policy losses, one value a token. Aggregation and the division by global denominators happen elsewhere, once."""
+"""PPO's clipped loss."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megarl.algorithms.masking import keep, log_ratio
-from megarl.algorithms.registry import Registry
-
-
-class PolicyLoss(NamedTuple):
-    """(B, T) each; what masked places hold does not matter to anyone."""
-
-    loss_BT: Tensor  # with gradient
-    ratio_BT: Tensor  # pi / pi_old
-    clipped_BT: Tensor  # bool: the clip decided, so the token has no gradient
-    dual_clipped_BT: Tensor | None = None  # bool: the dual clip decided
-
-
-PolicyLossFunction = Callable[..., PolicyLoss]
-
-policy_loss: Registry[PolicyLossFunction] = Registry(
-    "policy loss",
-    inputs=("log_probs_BT", "old_log_probs_BT", "advantages_BT", "mask_BT"),
-    settings=("clip_low", "clip_high", "clip_dual"),
-)
-
-
-def get_policy_loss(name: str) -> PolicyLossFunction:
-    """The loss of this name, or the user's at "package.module.function". ValueError where there is none, or where it
-    asks for what the trainer does not have."""
-    return policy_loss.get(name)
+from megarl.algorithms.policy_losses.base import PolicyLoss, policy_loss
 
 
 @policy_loss("vanilla")
