@@ -1,4 +1,4 @@
-"""The mathematics: advantages, policy losses, KL, aggregation. Pure functions on padded (B, T) tensors and a mask.
+"""The mathematics: advantages, losses, KL, aggregation, shaping, rollout correction. Pure functions on padded (B, T) tensors and a mask.
 
 B sequences, T response tokens; the suffix of a name is its shape. What holds everywhere: statistics in float32 (float64
 stays), inputs are never changed, nothing loops over samples, groups or tokens, and a masked position never influences a
@@ -14,40 +14,89 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megarl.algorithms.advantages import Advantage, advantage, get_advantage
     from megarl.algorithms.aggregation import Denominators, aggregate, denominators
+    from megarl.algorithms.diagnostics import off_policy_diagnostics
     from megarl.algorithms.divergence import kl
     from megarl.algorithms.objective import Objective, ObjectiveResult
     from megarl.algorithms.policy_losses import PolicyLoss, get_policy_loss, policy_loss
     from megarl.algorithms.registry import call
+    from megarl.algorithms.rollout_correction import Correction, CorrectionSettings, correct
+    from megarl.algorithms.running import RunningStatistics
+    from megarl.algorithms.shaping import (
+        RewardLessKL,
+        clip_scores,
+        informative,
+        keep_finished,
+        normalize_scores,
+        overlong_penalty,
+        subtract_kl,
+    )
 
-_HOME = {
-    "Advantage": "advantages",
-    "advantage": "advantages",
-    "get_advantage": "advantages",
-    "Denominators": "aggregation",
-    "aggregate": "aggregation",
-    "denominators": "aggregation",
-    "Objective": "objective",
-    "ObjectiveResult": "objective",
-    "PolicyLoss": "policy_losses",
-    "policy_loss": "policy_losses",
-    "get_policy_loss": "policy_losses",
-    "call": "registry",
-    "kl": "divergence",
+_NAMES = {
+    "advantages": (
+        "Advantage",
+        "advantage",
+        "get_advantage",
+    ),
+    "aggregation": (
+        "Denominators",
+        "aggregate",
+        "denominators",
+    ),
+    "diagnostics": ("off_policy_diagnostics",),
+    "divergence": ("kl",),
+    "objective": (
+        "Objective",
+        "ObjectiveResult",
+    ),
+    "policy_losses": (
+        "PolicyLoss",
+        "get_policy_loss",
+        "policy_loss",
+    ),
+    "registry": ("call",),
+    "rollout_correction": (
+        "Correction",
+        "CorrectionSettings",
+        "correct",
+    ),
+    "running": ("RunningStatistics",),
+    "shaping": (
+        "RewardLessKL",
+        "clip_scores",
+        "informative",
+        "keep_finished",
+        "normalize_scores",
+        "overlong_penalty",
+        "subtract_kl",
+    ),
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = [
     "Advantage",
+    "Correction",
+    "CorrectionSettings",
     "Denominators",
     "Objective",
     "ObjectiveResult",
     "PolicyLoss",
+    "RewardLessKL",
+    "RunningStatistics",
     "advantage",
     "aggregate",
     "call",
+    "clip_scores",
+    "correct",
     "denominators",
     "get_advantage",
     "get_policy_loss",
+    "informative",
+    "keep_finished",
     "kl",
+    "normalize_scores",
+    "off_policy_diagnostics",
+    "overlong_penalty",
     "policy_loss",
+    "subtract_kl",
 ]
 
 
