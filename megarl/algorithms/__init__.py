@@ -1,4 +1,4 @@
-"""The mathematics: advantages, losses, KL, aggregation, shaping, rollout correction. Pure functions on padded (B, T) tensors and a mask.
+"""The mathematics: advantages, losses, KL, aggregation, shaping, correction. Pure functions on padded (B, T) tensors and a mask.
 
 B sequences, T response tokens; the suffix of a name is its shape. What holds everywhere: statistics in float32 (float64
 stays), inputs are never changed, nothing loops over samples, groups or tokens, and a masked position never influences a
