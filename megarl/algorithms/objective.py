@@ -73,7 +73,7 @@ class Objective:
     def needs(self) -> tuple[str, ...]:
         """Names of the (B, T) data that it cannot be called without."""
         names = ["old_log_probs", "advantages", "loss_mask", *self._made]
-        if policy_loss.needs(self.policy_loss, "behaviour_log_probs_BT"):
+        if "behaviour_log_probs_BT" in policy_loss.required(self.policy_loss):
             names.append("rollout_log_probs")
         return (*names, "ref_log_probs") if self.kl_coefficient else tuple(names)
 
@@ -81,6 +81,11 @@ class Objective:
     def reads(self) -> tuple[str, ...]:
         """Names of all (B, T) data that it would look at."""
         return tuple(dict.fromkeys((*self.needs, "rollout_log_probs", "ref_log_probs", "correction_weights")))
+
+    @property
+    def prepares(self) -> bool:
+        """Whether `prepare` has anything to make."""
+        return policy_loss.traits(self.policy_loss).prepare is not None
 
     def prepare(self, data: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What the loss must know of the WHOLE mini-batch: run once before it is cut, and put into the data of each piece.

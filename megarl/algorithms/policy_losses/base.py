@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -81,23 +80,13 @@ class PolicyLosses(Registry[PolicyLossFunction]):
         """Of the loss of this name or dotted path. A function that was not registered has the default ones."""
         return self._traits.get(self.get(name), Traits())
 
-    def needs(self, name: str, argument: str) -> bool:
-        """Whether the loss cannot be called without this argument."""
-        parameter = inspect.signature(self.get(name)).parameters.get(argument)
-        return parameter is not None and parameter.default is parameter.empty
-
-    def check_options(self, name: str, options: Iterable[str]) -> None:
-        """ValueError where an option is not a keyword of the loss (or of its `prepare`), or is given to it by the trainer."""
-        functions = [f for f in (self.get(name), self.traits(name).prepare) if f is not None]
-        parameters = [p for f in functions for p in inspect.signature(f).parameters.values()]
-        if any(p.kind is p.VAR_KEYWORD for p in parameters):
-            return
-        known = list(dict.fromkeys(p.name for p in parameters if p.name not in (*self.inputs, *self.settings)))
-        for option in options:
-            if option not in known:
-                near = difflib.get_close_matches(option, known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; it has {', '.join(known) or 'none'}"
-                raise ValueError(f"policy loss {name!r} has no option {option!r}{hint}")
+    def options(self, name: str) -> tuple[str, ...]:
+        """Keywords of the loss, or of its `prepare`, that are not inputs."""
+        own, prepare = super().options(name), self.traits(name).prepare
+        if prepare is None:
+            return own
+        more = inspect.signature(prepare).parameters
+        return tuple(dict.fromkeys((*own, *(keyword for keyword in more if keyword not in self.inputs))))
 
 
 policy_loss = PolicyLosses()
@@ -117,3 +106,8 @@ def clamped_log_ratio(log_probs_BT: Tensor, old_log_probs_BT: Tensor, mask_BT: T
         # Not "below the limit": an unmasked NaN is somebody's bug and must not vanish here.
         inside_BT = mask_BT & ~(difference_BT.abs() >= LOG_RATIO_LIMIT)
         return difference_BT.clamp_(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), inside_BT
+
+
+def sequence_mean(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """(B,) mean over unmasked tokens of values that are 0 where masked; 0 of a sequence that has none."""
+    return values_BT.sum(-1) / mask_BT.sum(-1).clamp(min=1)

@@ -26,7 +26,7 @@ def select_at_random(
 ) -> dict[str, Tensor]:
     """selected_BT: max(1, cov_ratio N) of the tokens with cov_low < c < cov_high, N tokens in all.
 
-    The paper draws them at random (eq. 12). Here the draw is by a hash of the tokens' own values: as good as random,
+    The paper draws them at random. Here the draw is by a hash of the tokens' own values: as good as random,
     and the same in every order. ValueError on a cov_ratio that is not above 0 and at most 1.
     """
     mask_BT, count = as_mask(mask_BT), _count(mask_BT, cov_ratio)
@@ -39,7 +39,7 @@ def select_at_random(
 def select_largest(
     old_log_probs_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor, *, cov_ratio: float = 2e-4
 ) -> dict[str, Tensor]:
-    """selected_BT: the max(1, cov_ratio N) tokens of the largest c (eq. 14); among equals the hash decides."""
+    """selected_BT: the max(1, cov_ratio N) tokens of the largest c ; among equals the hash decides."""
     mask_BT, count = as_mask(mask_BT), _count(mask_BT, cov_ratio)
     covariance_BT = _covariance(old_log_probs_BT, advantages_BT, mask_BT)
     covariances_N = covariance_BT[mask_BT]
@@ -63,7 +63,7 @@ def clip_cov(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> PolicyLoss:
-    """Clip-Cov (arXiv:2505.22617, eq. 13): PPO's clipped loss; selected tokens have none, and no gradient."""
+    """Clip-Cov (arXiv:2505.22617, sec. 4.2): PPO's clipped loss; selected tokens have none, and no gradient."""
     plain = vanilla(
         log_probs_BT, old_log_probs_BT, advantages_BT, mask_BT, clip_low=clip_low, clip_high=clip_high, clip_dual=None
     )
@@ -82,7 +82,7 @@ def kl_cov(
     *,
     kl_weight: float = 1.0,
 ) -> PolicyLoss:
-    """KL-Cov (arXiv:2505.22617, eq. 15): L = -A r, and of selected tokens -A r + kl_weight |log r|. Nothing is clipped."""
+    """KL-Cov (arXiv:2505.22617, sec. 4.2): L = -A r, and of selected tokens -A r + kl_weight |log r|. Nothing is clipped."""
     log_ratio_BT = log_ratio(log_probs_BT, old_log_probs_BT, mask_BT)
     ratio_BT = log_ratio_BT.exp()
     weight_BT = as_mask(selected_BT).to(ratio_BT.dtype) * kl_weight
