@@ -16,6 +16,7 @@ class Groups:
 
     group_B: the group's name of each sample.
     counts_B: bool; a sample that does not count influences nobody's statistics.
+    size_B: how many of the sample's group count; named_B: how many there are of it.
     """
 
     def __init__(self, group_B: Sequence[Hashable] | Tensor | np.ndarray[tuple[int], np.dtype], counts_B: Tensor):
@@ -31,6 +32,7 @@ class Groups:
         self._order_B = index_B.argsort(stable=True).to(counts_B.device)
         self._lengths_G = index_B.bincount(minlength=len(numbers)).to(counts_B.device)
         self._index_B = index_B.to(counts_B.device)
+        self.named_B = self._lengths_G[self._index_B]
         self.size_B = self.sum(torch.ones(len(names), device=counts_B.device))
         self.alone_B = self.size_B == 1
 
@@ -40,14 +42,14 @@ class Groups:
         return cls([None] * len(counts_B), counts_B)
 
     def sum(self, values_B: Tensor) -> Tensor:
-        return self._reduce(torch.where(self.counts_B, values_B, 0.0), "sum", 0.0)
+        return self.reduce(torch.where(self.counts_B, values_B, 0.0), "sum", 0.0)
 
     def mean(self, values_B: Tensor) -> Tensor:
         return self.sum(values_B) / self.size_B.clamp(min=1)
 
     def min(self, values_B: Tensor) -> Tensor:
         """0 in a group where nothing counts."""
-        least_B = self._reduce(torch.where(self.counts_B, values_B, float("inf")), "min", float("inf"))
+        least_B = self.reduce(torch.where(self.counts_B, values_B, float("inf")), "min", float("inf"))
         return torch.where(self.size_B > 0, least_B, 0.0)
 
     def max(self, values_B: Tensor) -> Tensor:
@@ -82,8 +84,34 @@ class Groups:
         lone_B = score_B if singleton == "score" else torch.zeros_like(score_B)
         return torch.where(self.alone_B, lone_B, advantage_B)
 
-    def _reduce(self, values_B: Tensor, how: str, initial: float) -> Tensor:
-        if not len(values_B):
-            return values_B
-        sorted_B = values_B[self._order_B]
-        return torch.segment_reduce(sorted_B, how, lengths=self._lengths_G, initial=initial)[self._index_B]
+    def reduce(self, values: Tensor, how: str, initial: float) -> Tensor:
+        """ "sum" or "min" over each group along the first of any dimensions, whether samples count or not."""
+        if not len(values):
+            return values
+        in_order = values[self._order_B]
+        return torch.segment_reduce(in_order, how, lengths=self._lengths_G, initial=initial)[self._index_B]
+
+    def rank(self, values_B: Tensor) -> tuple[Tensor, Tensor]:
+        """Each sample's place in its group from the smallest value up, 0 first, and the order that sorts the batch by
+        group and then by value. Samples that do not count come last in their group."""
+        by_value_B = torch.where(self.counts_B, values_B, float("inf")).argsort(stable=True)
+        order_B = by_value_B[self._index_B[by_value_B].argsort(stable=True)]
+        starts_G = self._lengths_G.cumsum(0) - self._lengths_G
+        places_B = torch.arange(len(order_B), device=order_B.device)
+        rank_B = torch.empty_like(order_B)
+        rank_B[order_B] = places_B - starts_G[self._index_B[order_B]]
+        return rank_B, order_B
+
+    def sum_above(self, values_B: Tensor, order_B: Tensor) -> Tensor:
+        """The sum over those that come later in the group, in the order that `rank` gave."""
+        index_B, sorted_B = self._index_B[order_B], torch.where(self.counts_B, values_B, 0.0)[order_B]
+        sum_B = torch.zeros_like(sorted_B)
+        sum_B[:-1] = torch.where(index_B[:-1] == index_B[1:], sorted_B[1:], 0.0)
+        reach, longest = 1, int(self._lengths_G.max()) if len(sorted_B) else 0
+        while reach < longest:  # in steps of 1, 2, 4 ... samples
+            further_B = torch.where(index_B[:-reach] == index_B[reach:], sum_B[reach:], 0.0)
+            sum_B = torch.cat((sum_B[:-reach] + further_B, sum_B[-reach:]))
+            reach *= 2
+        result_B = torch.empty_like(sum_B)
+        result_B[order_B] = sum_B
+        return result_B

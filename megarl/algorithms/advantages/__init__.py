@@ -7,6 +7,29 @@ whole batch of all data-parallel ranks, so that what is said of a batch is said 
 from __future__ import annotations
 
 from megarl.algorithms.advantages.base import Advantage, AdvantageFunction, advantage, get_advantage, spread
-from megarl.algorithms.advantages.group_relative import grpo
+from megarl.algorithms.advantages.decoupled import gdpo
+from megarl.algorithms.advantages.gae import gae
+from megarl.algorithms.advantages.group_relative import gpg, group_norm, grpo, opo, rloo
+from megarl.algorithms.advantages.pass_at_k import grpo_passk
+from megarl.algorithms.advantages.reinforce import reinforce_plus_plus, reinforce_plus_plus_baseline, remax
+from megarl.algorithms.advantages.token_baseline import optimal_token_baseline
 
-__all__ = ["Advantage", "AdvantageFunction", "advantage", "get_advantage", "grpo", "spread"]
+__all__ = [
+    "Advantage",
+    "AdvantageFunction",
+    "advantage",
+    "gae",
+    "gdpo",
+    "get_advantage",
+    "gpg",
+    "group_norm",
+    "grpo",
+    "grpo_passk",
+    "opo",
+    "optimal_token_baseline",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+    "rloo",
+    "spread",
+]

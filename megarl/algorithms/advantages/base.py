@@ -79,3 +79,8 @@ def spread(advantage_B: Tensor, mask_BT: Tensor) -> Advantage:
     """One advantage a sample, written to each of its unmasked tokens."""
     advantages_BT = torch.where(as_mask(mask_BT), advantage_B[:, None], 0.0)
     return Advantage(advantages_BT, advantages_BT)
+
+
+def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}; it may be {', '.join(map(repr, choices))}")

@@ -1,12 +1,22 @@
-"""The score of a sample against the scores of its group: one advantage a sample."""
+"""The score of a sample against the scores of its group: one advantage a sample, written to all of its tokens.
+
+s_i is a sample's score, n the size of its group g, mean_g and std_g (with n - 1) over the group's scores. Everywhere:
+samples with no unmasked token are in no group; a group of equal scores has advantage exactly 0; a sample alone in its group
+has nothing to be compared with: 0, or by singleton="score" its raw score (verl gives the score).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
+import torch
 from torch import Tensor
 
-from megarl.algorithms.advantages.base import Advantage, advantage, grouped, spread
+from megarl.algorithms.advantages.base import Advantage, advantage, check_choice, grouped, spread
+from megarl.algorithms.groups import Groups
+from megarl.algorithms.rows import unmasked
+
+LEVELS = ("batch", "group", "none")
 
 
 @advantage("grpo")
@@ -29,3 +39,86 @@ def grpo(
     if normalize_std:
         advantage_B = advantage_B / (groups.std_of_centred(advantage_B) + eps)
     return spread(groups.where_alone(singleton, score_B, advantage_B), mask_BT)
+
+
+@advantage("rloo")
+def rloo(reward_BT: Tensor, mask_BT: Tensor, group_B: Sequence[Hashable], *, singleton: str = "zero") -> Advantage:
+    """Leave-one-out baseline: A_i = s_i - mean of the other scores in the group (arXiv:2402.14740, sec. 2).
+
+    Computed as n / (n - 1) (s_i - mean_g), which is the same.
+    """
+    mask_BT, score_B, groups = grouped(reward_BT, mask_BT, group_B)
+    return spread(groups.where_alone(singleton, score_B, _leave_one_out(groups, score_B)), mask_BT)
+
+
+@advantage("opo")
+def opo(reward_BT: Tensor, mask_BT: Tensor, group_B: Sequence[Hashable], *, singleton: str = "zero") -> Advantage:
+    """Baseline weighted by length: A_i = s_i - sum_j l_j s_j / sum_j l_j over the group, l_j the unmasked tokens of j
+    (arXiv:2505.23585, sec. 3: the baseline of least variance where a gradient's norm grows with the length)."""
+    mask_BT, score_B, groups = grouped(reward_BT, mask_BT, group_B)
+    advantage_B = groups.centred(score_B, weight_B=unmasked(mask_BT).to(score_B.dtype))
+    return spread(groups.where_alone(singleton, score_B, advantage_B), mask_BT)
+
+
+@advantage("gpg")
+def gpg(
+    reward_BT: Tensor,
+    mask_BT: Tensor,
+    group_B: Sequence[Hashable],
+    *,
+    singleton: str = "zero",
+    scale: str = "scores",
+    f_norm: float = 1.0,
+) -> Advantage:
+    """A_i = alpha (s_i - mean_g) / f_norm, alpha making up for samples that carry no gradient (arXiv:2504.02546, sec. 2).
+
+    scale "scores" (as verl): alpha = samples / samples whose score is not 0; "groups" (as the paper): alpha =
+    samples / samples in groups whose scores differ. alpha is 1 where that would divide by 0: all advantages are 0 then.
+    """
+    check_choice("scale", scale, ("scores", "groups"))
+    if not f_norm:
+        raise ValueError("f_norm is 0; it must be another number, for advantages are divided by it")
+    mask_BT, score_B, groups = grouped(reward_BT, mask_BT, group_B)
+    carries_B = score_B != 0 if scale == "scores" else ~groups.equal(score_B)
+    alpha = groups.counts_B.sum() / (carries_B & groups.counts_B).sum().clamp(min=1)
+    advantage_B = groups.where_alone(singleton, score_B, groups.centred(score_B))
+    return spread(alpha * advantage_B / f_norm, mask_BT)
+
+
+@advantage("group_norm")
+def group_norm(
+    reward_BT: Tensor,
+    mask_BT: Tensor,
+    group_B: Sequence[Hashable],
+    *,
+    mean_level: str = "group",
+    std_level: str = "batch",
+    leave_one_out: bool = False,
+    singleton: str = "zero",
+    eps: float = 1e-6,
+) -> Advantage:
+    """A_i = (s_i - mean) / (std + eps), mean and std (with n - 1) each of the "group", the "batch", or "none": 0 and 1.
+
+    Group and batch: LitePPO (arXiv:2508.08221, sec. 4); group and group: GRPO; group and none: Dr.GRPO; group and none with
+    leave_one_out: RLOO; batch and batch: REINFORCE with a normalised score. The std of the batch is that of its scores.
+    leave_one_out: the mean is of the others at its level, A_i = n / (n - 1) (s_i - mean) / (std + eps).
+    A std of exactly 0 says that nothing differs: the advantage is 0. A sample alone at a level: see singleton.
+    """
+    check_choice("mean_level", mean_level, LEVELS)
+    check_choice("std_level", std_level, LEVELS)
+    mask_BT, score_B, groups = grouped(reward_BT, mask_BT, group_B)
+    levels = {"group": groups, "batch": Groups.all_in_one(groups.counts_B)}
+    advantage_B = score_B
+    if mean_level != "none":
+        level = levels[mean_level]
+        advantage_B = _leave_one_out(level, score_B) if leave_one_out else level.centred(score_B)
+    if std_level != "none":
+        std_B = levels[std_level].std_of_centred(levels[std_level].centred(score_B))
+        advantage_B = torch.where(std_B > 0, advantage_B / (std_B + eps), 0.0)
+    for name in {mean_level, std_level} - {"none"}:
+        advantage_B = levels[name].where_alone(singleton, score_B, advantage_B)
+    return spread(advantage_B, mask_BT)
+
+
+def _leave_one_out(groups: Groups, score_B: Tensor) -> Tensor:
+    return groups.centred(score_B) * (groups.size_B / (groups.size_B - 1).clamp(min=1))

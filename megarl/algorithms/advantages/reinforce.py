@@ -1,0 +1,72 @@
+"""REINFORCE with baselines that are not a critic's: the batch's mean, the group's, the greedy answer's."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.advantages.base import Advantage, advantage, check_finite, grouped, scores, spread
+from megarl.algorithms.masking import as_mask, working
+from megarl.algorithms.rows import any_unmasked, unmasked
+from megarl.algorithms.scan import decaying_sum, discounted_sums, over_tokens
+from megarl.algorithms.whitening import masked_whiten, weighted_whiten
+
+
+@advantage("reinforce_plus_plus")
+def reinforce_plus_plus(reward_BT: Tensor, mask_BT: Tensor, *, gamma: float = 1.0, whiten: bool = True) -> Advantage:
+    """Discounted returns, whitened over the batch's tokens (arXiv:2501.03262, sec. 3):
+
+        G_t = r_t + gamma G_n, n the next unmasked token;   A_t = (G_t - mean(G)) / sqrt(var(G) + 1e-8)
+
+    The return carries over observation tokens in the middle of a response undiscounted. whiten False: A_t = G_t.
+    """
+    check_finite("score", scores(reward_BT, mask_BT))
+    returns_BT = discounted_sums(reward_BT, mask_BT, gamma)
+    return Advantage(masked_whiten(returns_BT, mask_BT) if whiten else returns_BT, returns_BT)
+
+
+@advantage("reinforce_plus_plus_baseline")
+def reinforce_plus_plus_baseline(
+    reward_BT: Tensor,
+    mask_BT: Tensor,
+    group_B: Sequence[Hashable],
+    *,
+    singleton: str = "zero",
+    whiten: bool = True,
+) -> Advantage:
+    """a_i = s_i - mean_g, then whitened over the batch's tokens: A_i = (a_i - mean(a)) / sqrt(var(a) + 1e-8), each sample
+    counted once a token (arXiv:2501.03262, sec. 3.3).
+
+    A group of equal scores has A exactly 0, not the batch's -mean / std. singleton "score": a_i of a sample alone in its group
+    is s_i, whitened like all others; "zero": A_i is 0.
+    """
+    mask_BT, score_B, groups = grouped(reward_BT, mask_BT, group_B)
+    advantage_B = groups.where_alone(singleton, score_B, groups.centred(score_B))
+    if whiten:
+        whitened_B = weighted_whiten(advantage_B, unmasked(mask_BT))
+        keep_B = groups.alone_B & (singleton == "score") | ~groups.equal(score_B)
+        advantage_B = torch.where(keep_B, whitened_B, 0.0)
+    return spread(advantage_B, mask_BT)
+
+
+@advantage("remax")
+def remax(reward_BT: Tensor, mask_BT: Tensor, baseline_B: Tensor) -> Advantage:
+    """A_t = sum_{s >= t} r_s - b_i, b_i the score of the greedy answer to the same prompt (arXiv:2310.10505, sec. 4).
+
+    Both are masked: a sample with no unmasked token needs no baseline. returns_BT is the sum without the baseline.
+    """
+    mask_BT = as_mask(mask_BT)
+    check_finite("score", scores(reward_BT, mask_BT))
+    if baseline_B.shape != mask_BT.shape[:1]:
+        raise ValueError(f"baseline_B is {tuple(baseline_B.shape)}; it must be ({len(mask_BT)},)")
+    baseline_B = torch.where(any_unmasked(mask_BT), working(baseline_B), 0.0)
+    check_finite("baseline_B", baseline_B)
+
+    def formula(reward: Tensor, baseline: Tensor) -> tuple[Tensor, Tensor]:
+        returns = decaying_sum(reward, 1.0)
+        return returns - baseline, returns
+
+    baseline_BT = baseline_B[:, None].expand(mask_BT.shape)
+    return Advantage(*over_tokens(formula, (reward_BT, baseline_BT), mask_BT, outputs=2))

@@ -1,0 +1,108 @@
+"""Sums that run backwards over tokens: y_t = x_t + d y_{t+1}. In log2 steps over blocks of tokens, not token by token.
+
+Masked tokens are skipped wherever they stand: what follows an observation in the middle of a response carries over to the
+token before it, undiscounted, as if the observation were not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.masking import as_mask, working
+from megarl.algorithms.rows import row_blocks
+
+TOKENS = 64  # a block; 6 doublings. More cost more passes, fewer a longer list of blocks to carry over
+
+
+def discounted_sums(values_BT: Tensor, mask_BT: Tensor, decay: float) -> Tensor:
+    """y_t = x_t + decay y_n over unmasked tokens, n the next of them after t; 0 where masked. O(B T), decay in 0..1."""
+    return over_tokens(lambda x: (decaying_sum(x, decay),), (values_BT,), mask_BT)[0]
+
+
+def decaying_sum(values_RT: Tensor, decay: float) -> Tensor:
+    """y_t = x_t + decay y_{t+1} along the last dimension, every place counting; y beyond the end is 0.
+
+    Sums over 1, 2, 4 ... tokens within a block, then the same over the blocks' first sums with decay^64, then each
+    block's carry. Only sums and products of at most two terms, so that the result is as exact as a plain loop's and does not
+    depend on the precision that matrix products are set to.
+    """
+    rows, tokens = values_RT.shape
+    width = min(TOKENS, tokens)
+    blocks = -(-tokens // width) if width else 0
+    padded_RT = torch.nn.functional.pad(values_RT, (0, blocks * width - tokens))
+    sums = _doubled(padded_RT.view(rows * blocks, width), decay).view(rows, blocks, width)
+    if blocks > 1:
+        starts = decaying_sum(sums[:, :, 0], decay**width)
+        powers = torch.tensor([decay ** (width - t) for t in range(width)], dtype=sums.dtype, device=sums.device)
+        sums[:, :-1].addcmul_(starts[:, 1:, None], powers)
+    return sums.reshape(rows, blocks * width)[:, :tokens]
+
+
+def _doubled(values: Tensor, decay: float) -> Tensor:
+    """y_t = sum_{s >= t} decay^(s - t) x_s within each row: after each step it reaches twice as far."""
+    width, reach = values.shape[1], 1
+    spare, result = torch.empty_like(values), values.clone()
+    while reach < width:
+        torch.add(result[:, :-reach], result[:, reach:], alpha=decay**reach, out=spare[:, :-reach])
+        spare[:, -reach:] = result[:, -reach:]
+        result, spare = spare, result
+        reach *= 2
+    return result
+
+
+class Standing:
+    """The unmasked tokens of each row, moved together to the left: (R, T) <-> (R, width)."""
+
+    def __init__(self, mask_RT: Tensor):
+        self.mask_RT = mask_RT
+        occupied = mask_RT.any(0).nonzero()
+        self.width = int(occupied[-1]) + 1 if len(occupied) else 0
+        trimmed_RT = mask_RT[:, : self.width]
+        self._from: Tensor | None = None  # None: they stand so already, and what is right of them is cut off
+        if bool((trimmed_RT[:, 1:] > trimmed_RT[:, :-1]).any()):  # a hole, or masked at the start
+            place_RT = mask_RT.cumsum(-1)
+            self.width = int(place_RT[:, -1].max())
+            self._from = mask_RT.flatten().nonzero().squeeze(-1)
+            row_R = torch.arange(len(mask_RT), device=mask_RT.device)[:, None] * self.width
+            self._to = (row_R + place_RT - 1).flatten()[self._from]
+
+    def pull(self, values_RT: Tensor) -> Tensor:
+        """(R, width), a new tensor in working precision, 0 right of the last token."""
+        if self._from is None:
+            kept_RT = self.mask_RT[:, : self.width]
+            return torch.where(kept_RT, working(values_RT[:, : self.width]), 0.0)
+        result = working(values_RT[:0]).new_zeros(len(values_RT), self.width)
+        result.view(-1)[self._to] = working(values_RT.flatten()[self._from])
+        return result
+
+    def push(self, values_RW: Tensor, out_RT: Tensor) -> None:
+        """Back to where the tokens stood, into out_RT, 0 where masked."""
+        if self._from is None:
+            torch.where(self.mask_RT[:, : self.width], values_RW, values_RW.new_zeros(()), out=out_RT[:, : self.width])
+            out_RT[:, self.width :] = 0
+        else:
+            moved = values_RW.new_zeros(out_RT.numel())
+            moved[self._from] = values_RW.reshape(-1)[self._to]
+            out_RT.copy_(moved.view_as(out_RT))
+
+
+def over_tokens(
+    formula: Callable[..., Sequence[Tensor]], inputs_BT: Sequence[Tensor], mask_BT: Tensor, outputs: int = 1
+) -> list[Tensor]:
+    """`formula` on the inputs with masked tokens taken out, block of rows by block of rows; (B, T), 0 where masked.
+
+    It gets new (R, W) tensors, tokens to the left, 0 right of them, and gives `outputs` of that shape. Padding that all
+    rows of a block share costs nothing but the zeros of the result, so one long sequence does not make the others dear.
+    """
+    mask_BT = as_mask(mask_BT)
+    dtype = torch.float64 if any(x.dtype == torch.float64 for x in inputs_BT) else torch.float32
+    results = [torch.empty(mask_BT.shape, dtype=dtype, device=mask_BT.device) for _ in range(outputs)]
+    for rows in row_blocks(mask_BT):
+        standing = Standing(mask_BT[rows])
+        values = formula(*(standing.pull(x_BT[rows]).to(dtype) for x_BT in inputs_BT))
+        for result_BT, value in zip(results, values, strict=True):
+            standing.push(value, result_BT[rows])
+    return results
