@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -12,19 +12,31 @@ from megarl.bridge.layout import Join, Shape, Split, stacked
 from megarl.errors import UserError
 
 Stage = Literal["first", "layer", "last"]
+Config = Mapping[str, Any]  # a config.json
 
 
 @dataclass(frozen=True)
 class Dims:
-    """The sizes that tensor shapes are made of."""
+    """The sizes that tensor shapes are made of. Those below `vocab` are 0 where a family has no such thing."""
 
     layers: int
     hidden: int
     ffn: int
     heads: int
     kv_heads: int
-    head_dim: int
+    head_dim: int  # of a query and a key
     vocab: int
+    # Mixture of experts
+    experts: int = 0
+    expert_ffn: int = 0
+    shared_ffn: int = 0  # the shared experts together, which are one MLP
+    sparse: tuple[bool, ...] = ()  # layer by layer: whether its MLP is experts; empty: none is
+    # Multi-head latent attention
+    q_rank: int = 0  # 0: queries are projected at once
+    kv_rank: int = 0
+    nope_dim: int = 0  # of a head's query and key: the part without, and the part with positions
+    rope_dim: int = 0
+    v_dim: int = 0
 
     @property
     def q(self) -> int:
@@ -36,17 +48,42 @@ class Dims:
         """Rows of the key projection, and of the value projection."""
         return self.kv_heads * self.head_dim
 
+    @property
+    def kv_down(self) -> int:
+        """Rows of the projection to the latent, with the key's positional part, which all heads share."""
+        return self.kv_rank + self.rope_dim
+
+    @property
+    def kv_up(self) -> int:
+        """Rows of the projection from the latent: head by head, its key without positions, then its value."""
+        return self.heads * (self.nope_dim + self.v_dim)
+
+    @property
+    def v(self) -> int:
+        """All heads' values, what attention answers with."""
+        return self.heads * self.v_dim
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether the layer's MLP is a mixture of experts."""
+        return bool(self.sparse) and self.sparse[layer]
+
     def shape(self, names: str) -> Shape:
         """`"q hidden"` → (heads x head_dim, hidden)."""
         return tuple(getattr(self, name) for name in names.split())
 
 
+def everywhere(dims: Dims, layer: int) -> bool:
+    """A rule that holds in every layer."""
+    return True
+
+
 @dataclass(frozen=True)
 class Rule:
-    """Some Hugging Face tensors ↔ one Megatron parameter. `{L}` in a name stands for every layer, numbered globally.
+    """Some Hugging Face tensors ↔ one Megatron parameter.
 
-    `hf` maps each name to its shape in the names of `Dims`; their order is the order in which `join` lays them down. `te` is
-    the parameter's name in Megatron's Transformer Engine spec where that differs from the local spec's.
+    `{L}` in a name stands for every layer, `{E}` for every expert of it, both numbered over the whole model. `hf` maps each name
+    to its shape in the names of `Dims`; their order is the order in which `join` lays them down. `te` is the parameter's name in
+    Megatron's Transformer Engine spec where that differs from the local spec's.
     """
 
     hf: Mapping[str, str]
@@ -55,8 +92,14 @@ class Rule:
     join: Join = stacked
     te: str | None = None
     stage: Stage = "layer"  # the pipeline stage that holds it
+    layers: Callable[[Dims, int], bool] = everywhere  # of a layer's rule: the layers that have it
     pad_vocabulary: bool = False  # rows are the vocabulary: padded with zeros to a multiple of TP, cut on export
     tied_to: str | None = None  # with tied embeddings: the tensor that it is filled from, and is not written to
+    float32: bool = False  # kept in float32 whatever the model's dtype
+
+    @property
+    def of_experts(self) -> bool:
+        return "{E}" in self.megatron
 
 
 @dataclass(frozen=True)
@@ -64,7 +107,9 @@ class Family:
     """One architecture of `transformers`, as Megatron runs it.
 
     `requires` lists, for config fields that would change the arithmetic, the values under which the rules are exact;
-    `ignores` the fields that say nothing about the arithmetic. A field in no list is refused by name.
+    `ignores` the fields that say nothing about the arithmetic. A field in no list is refused by name. What a table cannot say,
+    `derive` computes from the config and the sizes read so far (further fields of `Dims`) and `settings` from the config
+    (further arguments of TransformerConfig); both read `reads` and raise UserError for what is not exact.
     """
 
     architecture: str
@@ -74,6 +119,22 @@ class Family:
     requires: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     ignores: frozenset[str] = frozenset()
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of fields that config.json may leave out
+    sizes: Mapping[str, tuple[str, ...]] = field(
+        default_factory=dict
+    )  # further Dims: the fields that hold each, any of them
+    reads: frozenset[str] = frozenset()
+    derive: Callable[[Config, Mapping[str, int]], Mapping[str, Any]] | None = None
+    settings: Callable[[Config], Mapping[str, Any]] | None = None
+
+    @property
+    def latent(self) -> bool:
+        """Multi-head latent attention: positions belong to the attention, not to the model."""
+        return bool(self.transformer.get("multi_latent_attention"))
+
+    @property
+    def understands(self) -> frozenset[str]:
+        """The fields of config.json that this family reads beside those that all do."""
+        return self.reads | {name for names in self.sizes.values() for name in names}
 
 
 def families() -> dict[str, Family]:

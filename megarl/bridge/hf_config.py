@@ -60,6 +60,18 @@ class Rope:
     base: float
     scaling_factor: float | None = None  # Llama 3.1's scaling
     interpolation: float | None = None  # linear scaling: positions are divided by it
+    yarn: Mapping[str, Any] | None = None  # YaRN, as the arguments of MLATransformerConfig
+
+    def latent_args(self) -> dict[str, Any]:
+        """Arguments of Megatron's MLATransformerConfig: there the attention makes its own rotary angles."""
+        if self.scaling_factor is not None or self.interpolation is not None:
+            raise UserError("config.json: with latent attention, rope scaling must be none or yarn.")
+        return {
+            "rope_type": "rope" if self.yarn is None else "yarn",
+            "rotary_base": self.base,
+            "rotary_scaling_factor": 1.0,
+            **(self.yarn or {}),
+        }
 
     def model_args(self) -> dict[str, Any]:
         args: dict[str, Any] = {"rotary_base": int(self.base) if float(self.base).is_integer() else self.base}
@@ -96,7 +108,7 @@ def check_fields(family: Family, config: Mapping[str, Any]) -> None:
                 problems.append(f"{key} = {value!r} is not supported (supported: {', '.join(map(repr, allowed))})")
         elif key == "quantization_config":
             problems.append("the weights are quantised: give the unquantised checkpoint")
-        elif key not in READ | NEUTRAL | family.ignores:
+        elif key not in READ | NEUTRAL | family.ignores | family.understands:
             problems.append(f"the field {key} = {value!r} is not understood")
     if problems:
         raise UserError(f"config.json of a {family.architecture}: {'; '.join(problems)}.")
@@ -106,6 +118,8 @@ def read_dims(family: Family, config: Mapping[str, Any]) -> Dims:
     """The sizes, with the family's own defaults for what config.json may leave out."""
     sizes: dict[str, int] = {}
     for name, key in SIZES.items():
+        if name == "head_dim" and family.latent:
+            continue  # the sum of two parts, which the family adds
         value = config.get(key, family.defaults.get(key))
         if value is None and key == "num_key_value_heads" and (key in config or key in family.defaults):
             value = sizes["heads"]
@@ -113,22 +127,33 @@ def read_dims(family: Family, config: Mapping[str, Any]) -> Dims:
             value, rest = divmod(sizes["hidden"], sizes["heads"])
             if rest:
                 raise UserError(f"config.json: hidden_size {sizes['hidden']} is no multiple of {sizes['heads']} heads.")
-        if value is None:
-            raise UserError(f"config.json of a {family.architecture} lacks {key}.")
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise UserError(f"config.json: {key} = {value!r} must be a positive whole number.")
-        sizes[name] = value
+        sizes[name] = _size(family, key, value)
+    for name, keys in family.sizes.items():
+        key = next((key for key in keys if key in config), keys[0])
+        sizes[name] = _size(family, key, config.get(key, family.defaults.get(key)))
     if sizes["heads"] % sizes["kv_heads"]:
         raise UserError(
             f"config.json: num_attention_heads {sizes['heads']} is no multiple of num_key_value_heads {sizes['kv_heads']}."
         )
-    return Dims(**sizes)
+    derived = family.derive(config, sizes) if family.derive is not None else {}
+    return Dims(**{**sizes, **derived})
 
 
-def read_rope(config: Mapping[str, Any]) -> Rope:
-    """Rotary base and scaling, as transformers 4 (rope_theta, rope_scaling) or 5 (rope_parameters) write them."""
+def _size(family: Family, key: str, value: Any) -> int:
+    if value is None:
+        raise UserError(f"config.json of a {family.architecture} lacks {key}.")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UserError(f"config.json: {key} = {value!r} must be a positive whole number.")
+    return value
+
+
+def read_rope(config: Mapping[str, Any], *, latent: bool = False, default_base: float = 10000.0) -> Rope:
+    """Rotary base and scaling, as transformers 4 (rope_theta, rope_scaling) or 5 (rope_parameters) write them.
+
+    YaRN is taken with latent attention only, whose softmax scale it changes too.
+    """
     fields = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
-    base = float(fields.pop("rope_theta", None) or config.get("rope_theta") or 10000.0)
+    base = float(fields.pop("rope_theta", None) or config.get("rope_theta") or default_base)
     kind = fields.pop("rope_type", None) or fields.pop("type", None) or "default"
     fields.pop("type", None)
     if fields.pop("partial_rotary_factor", None) not in (None, 1, 1.0):
@@ -141,4 +166,32 @@ def read_rope(config: Mapping[str, Any]) -> Rope:
     llama3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     if kind == "llama3" and {key: fields.get(key) for key in llama3} == llama3 and set(fields) == {*llama3, "factor"}:
         return Rope(base, scaling_factor=float(fields["factor"]))
+    if kind == "yarn" and latent:
+        return Rope(base, yarn=_yarn(fields))
     raise UserError(f"config.json: rope scaling of kind {kind!r} with {fields} is not supported.")
+
+
+def _yarn(fields: dict[str, Any]) -> dict[str, Any]:
+    """YaRN (arXiv:2309.00071) as Megatron takes it. Raises UserError for what transformers reads otherwise."""
+    known = {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
+    neutral = {"attention_factor": (None,), "truncate": (True, None)}
+    odd = {
+        key: value for key, value in fields.items() if key not in known and value not in neutral.get(key, (object(),))
+    }
+    missing = [key for key in ("factor", "original_max_position_embeddings") if fields.get(key) is None]
+    if odd or missing:
+        what = f"lacks {' and '.join(missing)}" if missing else f"with {odd} is not supported"
+        raise UserError(f"config.json: rope scaling of kind 'yarn' {what}.")
+    mscale, all_dim = fields.get("mscale") or 0.0, fields.get("mscale_all_dim") or 0.0
+    if all_dim and not mscale:
+        # transformers then scales the softmax by it but not the angles; Megatron would do both.
+        raise UserError("config.json: rope scaling of kind 'yarn' with mscale_all_dim but no mscale is not supported.")
+    return {
+        "rotary_scaling_factor": float(fields["factor"]),
+        "original_max_position_embeddings": int(fields["original_max_position_embeddings"]),
+        "beta_fast": float(fields.get("beta_fast") or 32),
+        "beta_slow": float(fields.get("beta_slow") or 1),
+        # Without both, the angles are scaled by mscale(factor, 1) alone.
+        "mscale": float(mscale) if all_dim else 1.0,
+        "mscale_all_dim": float(all_dim),
+    }

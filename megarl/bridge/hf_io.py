@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megarl.bridge.folders import new_folder
-from megarl.bridge.layout import Shape
+from megarl.bridge.layout import Cut, Shape, Where
 from megarl.bridge.model_map import ModelMap, Parameter
 from megarl.errors import RunError, UserError
 
@@ -260,35 +260,41 @@ def copy_companions(source: Path, folder: Path, dtype: torch.dtype) -> None:
             shutil.copyfile(path, copy)
 
 
-def load_parameter(reader: HFReader, parameter: Parameter, tp_rank: int, tp_size: int, out: Tensor) -> None:
+def load_parameter(reader: HFReader, parameter: Parameter, where: Where, out: Tensor) -> None:
     """Fills a rank's tensor, in its own dtype, reading only its slices of the checkpoint. Vocabulary padding becomes 0."""
-    if tuple(out.shape) != parameter.local_shape(tp_size):
-        shapes = f"{tuple(out.shape)}, not {parameter.local_shape(tp_size)}"
-        raise ValueError(f"{parameter.name} on rank {tp_rank} of {tp_size} has shape {shapes}")
+    copies = parameter.copies(where)
+    if not copies and not parameter.pad_vocabulary:
+        raise ValueError(f"{parameter.name} is not on expert-parallel rank {where.expert} of {where.expert_size}")
+    if tuple(out.shape) != parameter.local_shape(where):
+        rank = f"rank {where.tensor} of {where.tensor_size}"
+        if parameter.expert is not None:
+            rank = f"expert-tensor rank {where.expert_tensor} of {where.expert_tensor_size}"
+        shapes = f"{tuple(out.shape)}, not {parameter.local_shape(where)}"
+        raise ValueError(f"{parameter.name} on {rank} has shape {shapes}")
     with torch.no_grad():
         if parameter.pad_vocabulary:
             out.zero_()
-        for copy in parameter.copies(tp_rank, tp_size):
+        for copy in copies:
             out[copy.local].copy_(reader.get_slice(copy.hf_name, copy.hf))
 
 
 def export_tensors(
-    model: ModelMap, fetch: Callable[[Parameter, int], Tensor], tp_size: int
+    model: ModelMap, fetch: Callable[[Parameter, Cut], Tensor], sizes: Where
 ) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the checkpoint, once, in the order of `model.hf_shapes`, in the dtype of Megatron's tensors.
 
-    `fetch(parameter, tp_rank)` returns a rank's tensor; of a replicated parameter only rank 0's is asked for.
+    `fetch(parameter, where)` returns a rank's tensor; it is asked for each part once (`Parameter.holders`).
     """
     for parameter in model.parameters:
         if not parameter.exported:
             continue
         whole: dict[str, Tensor] = {}
-        for rank in range(1 if parameter.replicated else tp_size):
-            local = fetch(parameter, rank).detach()
+        for where in parameter.holders(sizes):
+            local = fetch(parameter, where).detach()
             if not whole:
                 shapes = zip(parameter.hf_names, parameter.hf_shapes, strict=True)
                 whole = {name: local.new_empty(shape) for name, shape in shapes}
-            for copy in parameter.copies(rank, tp_size):
+            for copy in parameter.copies(where):
                 whole[copy.hf_name][copy.hf] = local[copy.local]
         yield from whole.items()
 

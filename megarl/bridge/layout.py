@@ -1,4 +1,4 @@
-"""How Hugging Face tensors lie in a tensor-parallel rank's Megatron tensor, as rectangular copies.
+"""How Hugging Face tensors lie in a rank's Megatron tensor, as rectangular copies.
 
 A layout is two choices: how each Hugging Face tensor is cut over the ranks (`Split`), and how the cut parts are laid one
 after another into the rank's tensor (a join). Both only ever name regions, so loading, exporting and resharding are one set
@@ -8,10 +8,60 @@ of rules read in one direction or the other.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 Shape = tuple[int, ...]
+
+
+class Where(Protocol):
+    """Where a rank stands in the axes that cut tensors: tensor parallelism for what is no expert; for experts, expert parallelism
+    (which of them it holds) and expert tensor parallelism (which part of each)."""
+
+    @property
+    def tensor(self) -> int: ...
+    @property
+    def tensor_size(self) -> int: ...
+    @property
+    def expert(self) -> int: ...
+    @property
+    def expert_size(self) -> int: ...
+    @property
+    def expert_tensor(self) -> int: ...
+    @property
+    def expert_tensor_size(self) -> int: ...
+
+
+class Standing(Where, Protocol):
+    """`Where`, and the axes along which ranks hold the same: data and context parallelism, for experts what is left of a stage."""
+
+    @property
+    def world(self) -> int: ...
+    @property
+    def pipeline_size(self) -> int: ...
+    @property
+    def data(self) -> int: ...
+    @property
+    def data_size(self) -> int: ...
+    @property
+    def context(self) -> int: ...
+    @property
+    def context_size(self) -> int: ...
+    @property
+    def expert_data(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Cut:
+    """`Where` by itself, without a process behind it."""
+
+    tensor: int = 0
+    tensor_size: int = 1
+    expert: int = 0
+    expert_size: int = 1
+    expert_tensor: int = 0
+    expert_tensor_size: int = 1
 
 
 class Copy(NamedTuple):
@@ -23,7 +73,8 @@ class Copy(NamedTuple):
 
 
 class Split(Enum):
-    """What tensor parallelism cuts. ROWS and COLUMNS are axes 0 and 1 of the Hugging Face tensor."""
+    """What tensor parallelism cuts, or expert tensor parallelism in an expert. ROWS and COLUMNS are axes 0 and 1 of the Hugging
+    Face tensor."""
 
     NONE = None  # every rank holds all of it
     ROWS = 0

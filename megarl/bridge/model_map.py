@@ -5,51 +5,85 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from megarl.bridge.family import Dims, Family, Rule, Stage, find_family
 from megarl.bridge.hf_config import Rope, check_fields, read_config, read_dims, read_rope
-from megarl.bridge.layout import Copy, Join, Shape, Split, interleaved_by_group, uncovered
+from megarl.bridge.layout import Copy, Cut, Join, Shape, Split, Standing, Where, interleaved_by_group, uncovered
 from megarl.errors import UserError
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One Megatron parameter, by its local-spec name with the layer numbered over the whole model."""
+    """One Megatron parameter, by its local-spec name with layers and experts numbered over the whole model."""
 
     name: str
     te_name: str  # its name in the Transformer Engine spec
     hf_names: tuple[str, ...]
     hf_shapes: tuple[Shape, ...]
     layer: int | None
+    expert: int | None  # which expert of the layer it belongs to
+    experts: int  # of a layer
     stage: Stage
     split: Split
     join: Join
     groups: int  # query groups of the whole model
     pad_vocabulary: bool
     exported: bool  # False: a copy of what another parameter exports (the output layer with tied embeddings)
+    float32: bool  # kept in float32 whatever the model's dtype
 
     @property
     def replicated(self) -> bool:
-        """The same on every tensor-parallel rank."""
+        """The same on every tensor-parallel rank (of an expert: on every expert-tensor-parallel rank)."""
         return self.split is Split.NONE
 
-    def local_shape(self, tp_size: int) -> Shape:
-        """Shape on one tensor-parallel rank, vocabulary padding included."""
-        shapes = [self._share(shape, tp_size) for shape in self.hf_shapes]
+    def held(self, where: Where) -> bool:
+        """Whether a rank holds (its part of) it: experts are shared out in runs over the expert-parallel ranks."""
+        if self.expert is None:
+            return True
+        if self.experts % where.expert_size:
+            raise UserError(f"Expert parallelism {where.expert_size} cannot share out {self.experts} experts.")
+        return self.expert // (self.experts // where.expert_size) == where.expert
+
+    def holders(self, sizes: Where) -> list[Cut]:
+        """One rank for each part, which together hold all of it once; of `sizes` only the sizes count."""
+        first = Cut(0, sizes.tensor_size, 0, sizes.expert_size, 0, sizes.expert_tensor_size)
+        if self.expert is None:
+            return [replace(first, tensor=rank) for rank in range(1 if self.replicated else sizes.tensor_size)]
+        first = next(
+            cut for rank in range(sizes.expert_size) for cut in (replace(first, expert=rank),) if self.held(cut)
+        )
+        parts = 1 if self.replicated else sizes.expert_tensor_size
+        return [replace(first, expert_tensor=rank) for rank in range(parts)]
+
+    def replica(self, rank: Standing) -> tuple[int, int] | None:
+        """Of the ranks that hold the same part: which one this is, and how many there are. None: another tensor-parallel rank
+        answers for what is replicated over them."""
+        if self.replicated and (rank.tensor if self.expert is None else rank.expert_tensor) != 0:
+            return None
+        if self.expert is None:
+            return rank.data * rank.context_size + rank.context, rank.data_size * rank.context_size
+        return rank.expert_data, rank.world // (rank.pipeline_size * rank.expert_size * rank.expert_tensor_size)
+
+    def local_shape(self, where: Where) -> Shape:
+        """Shape on a rank, vocabulary padding included."""
+        shapes = [self._share(shape, self._cut(where)[1]) for shape in self.hf_shapes]
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
-    def copies(self, tp_rank: int, tp_size: int) -> list[Copy]:
+    def copies(self, where: Where) -> list[Copy]:
         """All that this rank's tensor holds of the checkpoint. Rows that are vocabulary padding are in no copy."""
-        shares = [self._share(shape, tp_size) for shape in self.hf_shapes]
-        groups = self.groups // tp_size if self.split is Split.ROWS else self.groups
+        if not self.held(where):
+            return []
+        rank, size = self._cut(where)
+        shares = [self._share(shape, size) for shape in self.hf_shapes]
+        groups = self.groups // size if self.split is Split.ROWS else self.groups
         result = []
         for piece in self.join([share[0] for share in shares], groups):
             shape, share = self.hf_shapes[piece.part], shares[piece.part]
-            starts = [tp_rank * share[axis] if self.split.value == axis else 0 for axis in range(len(share))]
+            starts = [rank * share[axis] if self.split.value == axis else 0 for axis in range(len(share))]
             row = starts[0] + piece.source
             length = min(piece.length, shape[0] - row)
             if length <= 0:
@@ -65,15 +99,22 @@ class Parameter:
             )
         return result
 
-    def _share(self, shape: Shape, tp_size: int) -> Shape:
+    def _cut(self, where: Where) -> tuple[int, int]:
+        """Rank and size of the parallelism that cuts it."""
+        if self.expert is None:
+            return where.tensor, where.tensor_size
+        return where.expert_tensor, where.expert_tensor_size
+
+    def _share(self, shape: Shape, parts: int) -> Shape:
         """A rank's part of one Hugging Face tensor."""
         axis = self.split.value
         if axis is None:
             return shape
-        size = padded(shape[axis], tp_size) if self.pad_vocabulary and axis == 0 else shape[axis]
-        if size % tp_size or (self.join is interleaved_by_group and self.groups % tp_size):
-            raise UserError(f"Tensor parallelism {tp_size} cannot cut {self.name}, whose tensors are {self.hf_shapes}.")
-        return (*shape[:axis], size // tp_size, *shape[axis + 1 :])
+        size = padded(shape[axis], parts) if self.pad_vocabulary and axis == 0 else shape[axis]
+        if size % parts or (self.join is interleaved_by_group and self.groups % parts):
+            kind = "Tensor" if self.expert is None else "Expert tensor"
+            raise UserError(f"{kind} parallelism {parts} cannot cut {self.name}, whose tensors are {self.hf_shapes}.")
+        return (*shape[:axis], size // parts, *shape[axis + 1 :])
 
 
 def padded(size: int, multiple: int) -> int:
@@ -84,11 +125,24 @@ def padded(size: int, multiple: int) -> int:
 class ModelMap:
     """Everything that ties a checkpoint to Megatron: names, shapes, regions, and the arguments that build the model."""
 
-    def __init__(self, family: Family, dims: Dims, rope: Rope, *, tied: bool, norm_eps: float, max_positions: int):
+    def __init__(
+        self,
+        family: Family,
+        dims: Dims,
+        rope: Rope,
+        *,
+        tied: bool,
+        norm_eps: float,
+        max_positions: int,
+        settings: Mapping[str, Any] | None = None,
+    ):
         self.family = family.model_type
         self.dims = dims
         self.tied = tied
         self._family, self._rope, self._norm_eps, self._max_positions = family, rope, norm_eps, max_positions
+        self._settings = {**family.transformer, **(settings or {})}
+        if family.latent:
+            self._settings |= rope.latent_args()
         self.parameters: list[Parameter] = _parameters(family.rules, dims, tied)
         self.hf_shapes: dict[str, Shape] = {}  # every tensor of the checkpoint, in the order in which it is exported
         for parameter in self.parameters:
@@ -96,7 +150,7 @@ class ModelMap:
                 self.hf_shapes.update(zip(parameter.hf_names, parameter.hf_shapes, strict=True))
         _check_names(self.parameters)
         for tp_size in self.tensor_sizes():
-            self.prove(tp_size)
+            self.prove(tp_size, tp_size if dims.expert_ffn % tp_size == 0 else 1)
 
     @classmethod
     def from_hf(cls, source: Mapping[str, Any] | str | Path) -> ModelMap:
@@ -106,13 +160,31 @@ class ModelMap:
         check_fields(family, config)
         dims = read_dims(family, config)
         try:
-            rope = read_rope(config)
-            norm_eps = float(config.get("rms_norm_eps", 1e-6))
+            rope = read_rope(
+                config, latent=family.latent, default_base=float(family.defaults.get("rope_theta", 10000.0))
+            )
+            norm_eps = float(config.get("rms_norm_eps", family.defaults.get("rms_norm_eps", 1e-6)))
             max_positions = int(config.get("max_position_embeddings", 2048))
         except (TypeError, ValueError, ArithmeticError) as error:
             raise UserError(f"config.json has a value of a wrong kind: {error}.") from error
         tied = bool(config.get("tie_word_embeddings", family.defaults.get("tie_word_embeddings", False)))
-        return cls(family, dims, rope, tied=tied, norm_eps=norm_eps, max_positions=max_positions)
+        settings = family.settings(config) if family.settings is not None else {}
+        return cls(family, dims, rope, tied=tied, norm_eps=norm_eps, max_positions=max_positions, settings=settings)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether some layers are mixtures of experts."""
+        return self.dims.experts > 0
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether attention is multi-head latent attention: the model is then an MLATransformerConfig's."""
+        return self._family.latent
+
+    @property
+    def float32(self) -> frozenset[str]:
+        """The checkpoint's tensors that stay float32 whatever dtype the model has."""
+        return frozenset(name for parameter in self.parameters if parameter.float32 for name in parameter.hf_names)
 
     @cached_property
     def _by_name(self) -> dict[str, Parameter]:
@@ -146,7 +218,29 @@ class ModelMap:
             "qk_layernorm": False,
             "attention_dropout": 0.0,
             "hidden_dropout": 0.0,
-            **self._family.transformer,
+            **(self._expert_config() if self.has_experts else {}),
+            **(self._latent_config() if self.is_latent else {}),
+            **self._settings,
+        }
+
+    def _expert_config(self) -> dict[str, Any]:
+        return {
+            "num_moe_experts": self.dims.experts,
+            "moe_ffn_hidden_size": self.dims.expert_ffn,
+            "moe_shared_expert_intermediate_size": self.dims.shared_ffn or None,
+            "moe_layer_freq": [int(self.dims.is_sparse(layer)) for layer in range(self.dims.layers)],
+            "moe_router_dtype": "fp32",
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+        }
+
+    def _latent_config(self) -> dict[str, Any]:
+        return {
+            "q_lora_rank": self.dims.q_rank or None,
+            "kv_lora_rank": self.dims.kv_rank,
+            "qk_head_dim": self.dims.nope_dim,
+            "qk_pos_emb_head_dim": self.dims.rope_dim,
+            "v_head_dim": self.dims.v_dim,
         }
 
     def model_args(self, tp_size: int = 1) -> dict[str, Any]:
@@ -157,47 +251,67 @@ class ModelMap:
             "share_embeddings_and_output_weights": self.tied,
             "position_embedding_type": "rope",
             "rotary_percent": 1.0,
-            **self._rope.model_args(),
+            **({} if self.is_latent else self._rope.model_args()),
         }
 
     def tensor_sizes(self) -> list[int]:
         """The tensor-parallel sizes that the model allows."""
-        return _divisors(math.gcd(self.dims.kv_heads, self.dims.heads, self.dims.ffn))
+        return _divisors(math.gcd(*self._cut_by_tensor().values()))
 
-    def check_layout(self, tp: int, pp: int) -> list[str]:
-        """What makes tensor and pipeline parallelism of these sizes impossible, a sentence each; empty: nothing."""
-        tensor = {
+    def _cut_by_tensor(self) -> dict[str, int]:
+        """What tensor parallelism must divide."""
+        all_sparse = all(self.dims.is_sparse(layer) for layer in range(self.dims.layers))
+        return {
             "key-value heads": self.dims.kv_heads,
             "attention heads": self.dims.heads,
-            "MLP units": self.dims.ffn,
+            **({} if all_sparse else {"MLP units": self.dims.ffn}),
+            **({"units of the shared experts": self.dims.shared_ffn} if self.dims.shared_ffn else {}),
         }
+
+    def check_layout(
+        self, tp: int, pp: int, ep: int = 1, expert_tp: int | None = None, *, sequence: bool | None = None
+    ) -> list[str]:
+        """What makes a layout of these sizes impossible, a sentence each; empty: nothing. `expert_tp` None: as `tp`; `sequence`:
+        whether sequence parallelism is on, None: not asked."""
         problems = [
-            _layout_problem("tensor", tp, tensor),
+            _layout_problem("tensor", tp, self._cut_by_tensor()),
             _layout_problem("pipeline", pp, {"layers": self.dims.layers}),
         ]
+        if self.has_experts:
+            problems.append(_layout_problem("expert", ep, {"experts of a layer": self.dims.experts}))
+            units = {"units of an expert": self.dims.expert_ffn}
+            problems.append(_layout_problem("expert tensor", tp if expert_tp is None else expert_tp, units))
+            if tp > 1 and sequence is False:
+                problems.append(
+                    f"tensor parallelism {tp} of a model with experts needs sequence parallelism: turn it on."
+                )
+        elif ep != 1:
+            problems.append(f"expert parallelism {ep} needs a model with experts, which this is not; use 1.")
         return [problem for problem in problems if problem]
 
-    def prove(self, tp_size: int) -> None:
+    def prove(self, tp_size: int, expert_tp: int = 1) -> None:
         """Raises unless, over all ranks, every element of the checkpoint and of Megatron's tensors is met exactly once.
 
-        Exempt from "once" on the checkpoint's side: what every rank holds whole (norms), and the tied output layer.
-        Layers are alike in all but their names, so the first one stands for all.
+        Exempt from "once" on the checkpoint's side: what every rank holds whole (norms), and the tied output layer. Layers of a
+        kind are alike in all but their names, and so are a layer's experts: the first stands for all.
         """
+        sizes = Cut(tensor_size=tp_size, expert_tensor_size=expert_tp)
+        kinds = {self.dims.is_sparse(layer): layer for layer in reversed(range(self.dims.layers))}
         regions: dict[str, list[tuple[slice, ...]]] = defaultdict(list)
         shapes: dict[str, Shape] = {}
         for parameter in self.parameters:
-            if parameter.layer not in (None, 0):
+            if parameter.layer not in (None, *kinds.values()) or parameter.expert not in (None, 0):
                 continue
             shapes.update(zip(parameter.hf_names, parameter.hf_shapes, strict=True))
-            for rank in range(tp_size):
-                copies = parameter.copies(rank, tp_size)
-                real = _real_shape(parameter, rank, tp_size)
+            for where in parameter.holders(sizes):
+                copies = parameter.copies(where)
+                real = _real_shape(parameter, where)
                 _demand(parameter.name, real, [copy.local for copy in copies])
                 for copy in copies:
-                    sizes = [[s.stop - s.start for s in region] for region in (copy.hf, copy.local)]
-                    if sizes[0] != sizes[1]:
+                    extents = [[s.stop - s.start for s in region] for region in (copy.hf, copy.local)]
+                    if extents[0] != extents[1]:
                         raise ValueError(f"{parameter.name}: {copy} joins regions of different shapes")
-                    if parameter.exported and (rank == 0 or not parameter.replicated):
+                    if parameter.exported:
                         regions[copy.hf_name].append(copy.hf)
         for name, shape in shapes.items():
             _demand(name, shape, regions[name])
@@ -209,15 +323,22 @@ def _parameters(rules: Iterable[Rule], dims: Dims, tied: bool) -> list[Parameter
     layers = [rule for rule in rules if rule.stage == "layer"]
     last = [rule for rule in rules if rule.stage == "last"]
     return [
-        *(_parameter(rule, dims, None, tied) for rule in first),
-        *(_parameter(rule, dims, layer, tied) for layer in range(dims.layers) for rule in layers),
-        *(_parameter(rule, dims, None, tied) for rule in last),
+        *(_parameter(rule, dims, None, None, tied) for rule in first),
+        *(
+            _parameter(rule, dims, layer, expert, tied)
+            for layer in range(dims.layers)
+            for rule in layers
+            if rule.layers(dims, layer)
+            for expert in (range(dims.experts) if rule.of_experts else (None,))
+        ),
+        *(_parameter(rule, dims, None, None, tied) for rule in last),
     ]
 
 
-def _parameter(rule: Rule, dims: Dims, layer: int | None, tied: bool) -> Parameter:
+def _parameter(rule: Rule, dims: Dims, layer: int | None, expert: int | None, tied: bool) -> Parameter:
     def named(pattern: str) -> str:
-        return pattern if layer is None else pattern.replace("{L}", str(layer))
+        name = pattern if layer is None else pattern.replace("{L}", str(layer))
+        return name if expert is None else name.replace("{E}", str(expert))
 
     copied = tied and rule.tied_to is not None
     names = (rule.tied_to,) if tied and rule.tied_to is not None else tuple(rule.hf)
@@ -227,12 +348,15 @@ def _parameter(rule: Rule, dims: Dims, layer: int | None, tied: bool) -> Paramet
         hf_names=tuple(named(name) for name in names),
         hf_shapes=tuple(dims.shape(shape) for shape in rule.hf.values()),
         layer=layer,
+        expert=expert,
+        experts=dims.experts,
         stage=rule.stage,
         split=rule.split,
         join=rule.join,
         groups=dims.kv_heads,
         pad_vocabulary=rule.pad_vocabulary,
         exported=not copied,
+        float32=rule.float32,
     )
 
 
@@ -251,12 +375,12 @@ def _check_names(parameters: Iterable[Parameter]) -> None:
         exported |= hf_names
 
 
-def _real_shape(parameter: Parameter, rank: int, tp_size: int) -> Shape:
+def _real_shape(parameter: Parameter, where: Where) -> Shape:
     """The local shape without the rows that are vocabulary padding."""
-    shape = parameter.local_shape(tp_size)
+    shape = parameter.local_shape(where)
     if not parameter.pad_vocabulary:
         return shape
-    left = sum(hf_shape[0] for hf_shape in parameter.hf_shapes) - rank * shape[0]
+    left = sum(hf_shape[0] for hf_shape in parameter.hf_shapes) - where.tensor * shape[0]
     return (max(0, min(shape[0], left)), *shape[1:])
 
 

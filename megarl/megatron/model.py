@@ -156,4 +156,4 @@ def load_hf(model: torch.nn.Module, model_map: ModelMap, folder: Path, place: Pl
     reader = HFReader(folder)
     reader.check(model_map)
     for parameter, tensor in parameters_of(model, model_map):
-        load_parameter(reader, parameter, place.tensor, place.tensor_size, tensor.data)
+        load_parameter(reader, parameter, place, tensor.data)

@@ -2,7 +2,7 @@
 
 No two dimensions are equal where the architecture lets them differ, so that a missing transpose cannot pass; norms are away
 from 1 and biases from 0, so that a dropped one shows. Heads, key-value heads and MLP divide by two (TP=2), and so do the
-layers (PP=2); the vocabulary is odd, so that its padding is exercised.
+layers (PP=2) and the experts (EP=2); the vocabulary is odd, so that its padding is exercised.
 """
 
 from __future__ import annotations
@@ -39,12 +39,87 @@ _LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attenti
 # Qwen2's head size follows from its hidden size, so its q rows equal it.
 _QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 96, "intermediate_size": 136}
 _QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False, "head_dim": 24}
+# One dense MLP, which is neither the first nor the last, so that the pattern of layers shows.
+_QWEN3_MOE = {
+    **_QWEN3,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 88,
+    "intermediate_size": 104,
+    "moe_intermediate_size": 40,
+    "num_experts": 10,
+    "num_experts_per_tok": 3,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [1],
+}
+# Latent attention: queries and keys of 10 + 8, values of 14. The first MLP is dense.
+_LATENT = {
+    "attention_bias": False,
+    "hidden_size": 96,
+    "intermediate_size": 116,
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 26,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 14,
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 4,
+    "routed_scaling_factor": 1.7,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+}
+# A latent for queries too, YaRN that scales angles and softmax, 2 of 3 groups of experts looked into.
+_DEEPSEEK = {
+    **_LATENT,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "q_lora_rank": 38,
+    "n_group": 3,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "rope_interleave": True,
+    "num_nextn_predict_layers": 0,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 128,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 0.9,
+        "mscale_all_dim": 0.7,
+    },
+}
+_DEEPSEEK_V2 = {
+    **_LATENT,
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "q_lora_rank": None,
+    "topk_method": "greedy",
+    "norm_topk_prob": False,
+    "n_group": 1,
+    "topk_group": 1,
+}
+_MIXTRAL = {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "head_dim": 16,
+    "hidden_size": 72,
+    "intermediate_size": 56,
+    "num_local_experts": 10,
+    "num_experts_per_tok": 2,
+}
 
 RECIPES: dict[str, dict[str, Any]] = {
     "llama": {**_LLAMA, "hidden_size": 72, "intermediate_size": 120, "head_dim": 16, "tie_word_embeddings": False},
     "qwen2": {**_QWEN2, "tie_word_embeddings": True},
     "qwen2-untied": {**_QWEN2, "tie_word_embeddings": False},
     "qwen3": {**_QWEN3, "hidden_size": 80, "intermediate_size": 112, "tie_word_embeddings": True},
+    "qwen3-moe": {**_QWEN3_MOE, "tie_word_embeddings": False},
+    "deepseek": {**_DEEPSEEK, "tie_word_embeddings": False},
+    "deepseek-v2": {**_DEEPSEEK_V2, "tie_word_embeddings": False},
+    "mixtral": {**_MIXTRAL, "tie_word_embeddings": False},
 }
 
 

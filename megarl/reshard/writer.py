@@ -23,18 +23,20 @@ class _Slice(NamedTuple):
 class ShardWriter:
     """Knows which regions of the checkpoint's tensors this rank answers for: over all ranks, every element once.
 
-    Tensors that several ranks hold alike are shared out: replicated ones go to the first tensor-parallel rank, and the copies of
-    the data-parallel ranks take turns tensor by tensor.
+    Tensors that several ranks hold alike are shared out: replicated ones go to the first tensor-parallel rank, and the ranks
+    with the same part (data and context parallelism; of experts, what is left of a stage) take turns tensor by tensor.
     """
 
     def __init__(self, parameters: Iterable[tuple[Parameter, torch.Tensor]], place: Place):
         self._slices: dict[str, list[_Slice]] = defaultdict(list)
-        for turn, (parameter, tensor) in enumerate(parameters):
-            if not parameter.exported or (parameter.replicated and place.tensor != 0):
+        turns: dict[bool, int] = {False: 0, True: 0}  # experts are counted by themselves: other ranks share them
+        for parameter, tensor in parameters:
+            of_experts = parameter.expert is not None
+            turns[of_experts] += 1
+            replica = parameter.replica(place)
+            if not parameter.exported or replica is None or turns[of_experts] % replica[1] != replica[0]:
                 continue
-            if turn % place.data_size != place.data:
-                continue
-            for copy in parameter.copies(place.tensor, place.tensor_size):
+            for copy in parameter.copies(place):
                 self._slices[copy.hf_name].append(_Slice(tensor.data, copy))
 
     @torch.no_grad()

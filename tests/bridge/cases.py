@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from megarl.bridge.layout import Cut
 from megarl.bridge.model_map import ModelMap
 from megarl.models.tiny import tiny_config
 
@@ -29,13 +32,40 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": tiny_config("qwen3"),
     "qwen3-untied": tiny_config("qwen3", tie_word_embeddings=False),
     "qwen3-wide": tiny_config("qwen3", **WIDE),
+    "qwen3-moe": tiny_config("qwen3-moe"),
+    "qwen3-moe-steps": tiny_config("qwen3-moe", decoder_sparse_step=2, mlp_only_layers=[], tie_word_embeddings=True),
+    "mixtral": tiny_config("mixtral"),
+    "deepseek": tiny_config("deepseek"),
+    "deepseek-one-step": tiny_config("deepseek", q_lora_rank=None, first_k_dense_replace=3, n_shared_experts=1),
+    "deepseek-v2": tiny_config("deepseek-v2"),
 }
+
+
+def _cuts(config: dict[str, Any]) -> list[tuple[int, int, int]]:
+    """Tensor, expert and expert tensor parallelism: every size of the first, each of the others with some of the first."""
+    model = ModelMap.from_hf(config)
+    sizes = [(tp, 1, 1) for tp in (1, 2, 3, 4, 8)]
+    if model.has_experts:
+        sizes += [(1, 2, 1), (2, 2, 2), (1, 2, 2), (2, model.dims.experts, 1), (2, 1, 2)]
+    return [(tp, ep, etp) for tp, ep, etp in sizes if not model.check_layout(tp, 1, ep, etp)]
+
+
+# What a checkpoint is cut into: the sizes of the three axes that cut tensors.
 LAYOUTS = [
-    (name, tp)
+    pytest.param(name, Cut(tensor_size=tp, expert_size=ep, expert_tensor_size=etp), id=f"{name}-tp{tp}-ep{ep}-etp{etp}")
     for name, config in CONFIGS.items()
-    for tp in (1, 2, 3, 4, 8)
-    if not ModelMap.from_hf(config).check_layout(tp, 1)
+    for tp, ep, etp in _cuts(config)
 ]
+
+
+def ranks(sizes: Cut) -> list[Cut]:
+    """Every place there is: each rank of tensor parallelism with each of the experts' two axes."""
+    return [
+        replace(sizes, tensor=tensor, expert=expert, expert_tensor=part)
+        for tensor in range(sizes.tensor_size)
+        for expert in range(sizes.expert_size)
+        for part in range(sizes.expert_tensor_size)
+    ]
 
 
 def numbered(model: ModelMap) -> dict[str, Tensor]:
@@ -46,3 +76,24 @@ def numbered(model: ModelMap) -> dict[str, Tensor]:
         checkpoint[name] = torch.arange(start, start + size).view(shape)
         start += size
     return checkpoint
+
+
+def one_by_one(tensors: dict[str, Tensor], model_type: str) -> dict[str, Tensor]:
+    """What `transformers` writes: a layer's experts, which it holds fused, under names of their own; no rotary frequencies."""
+    mixtral = model_type == "mixtral"
+    names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    result = {}
+    for key, tensor in tensors.items():
+        name = key.replace(".mlp.", ".block_sparse_moe.") if mixtral else key
+        head, fused, kind = name.rpartition(".experts.")
+        if "rotary_emb" in name:
+            continue
+        if not fused:
+            result[name] = tensor
+            continue
+        for expert, matrix in enumerate(tensor):
+            parts = matrix.chunk(2) if kind == "gate_up_proj" else (matrix,)
+            wanted = names[:2] if kind == "gate_up_proj" else names[2:]
+            for part, matrix_name in zip(parts, wanted, strict=True):
+                result[f"{head}.experts.{expert}.{matrix_name}.weight"] = part
+    return result

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from megarl.bridge.folders import clear_unfinished, new_folder
 from megarl.bridge.hf_io import INDEX, HFReader, HFWriter, export_tensors, load_parameter, save_hf
+from megarl.bridge.layout import Cut
 from megarl.bridge.model_map import ModelMap, Parameter
 from megarl.errors import RunError, UserError
 from megarl.models.tiny import RECIPES, make_tiny
-from tests.bridge.cases import CONFIGS, LAYOUTS
+from tests.bridge.cases import CONFIGS, LAYOUTS, one_by_one, ranks
 
 
 @pytest.fixture(scope="module")
@@ -47,21 +48,22 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-@pytest.mark.parametrize(("name", "tp"), LAYOUTS)
+@pytest.mark.parametrize(("name", "sizes"), LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_hf_to_megatron_to_hf_is_bit_exact(name: str, tp: int, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_hf_to_megatron_to_hf_is_bit_exact(name: str, sizes: Cut, dtype: torch.dtype, tmp_path: Path) -> None:
     model = ModelMap.from_hf(CONFIGS[name])
     checkpoint = random_bits(model, dtype)
     save_file(checkpoint, tmp_path / "model.safetensors")
     reader = HFReader(tmp_path)
     reader.check(model)
-    held: dict[tuple[str, int], Tensor] = {}
+    held: dict[tuple[str, Cut], Tensor] = {}
     for parameter in model.parameters:
-        for rank in range(tp):
-            out = torch.full(parameter.local_shape(tp), 7.0, dtype=dtype)
-            load_parameter(reader, parameter, rank, tp, out)
-            held[parameter.name, rank] = out
-    exported = list(export_tensors(model, lambda parameter, rank: held[parameter.name, rank], tp))
+        for where in ranks(sizes):
+            if parameter.held(where):
+                out = torch.full(parameter.local_shape(where), 7.0, dtype=dtype)
+                load_parameter(reader, parameter, where, out)
+                held[parameter.name, where] = out
+    exported = list(export_tensors(model, lambda parameter, where: held[parameter.name, where], sizes))
     assert [name for name, _ in exported] == list(model.hf_shapes)
     for hf_name, tensor in exported:
         assert tensor.dtype == dtype
@@ -71,8 +73,9 @@ def test_hf_to_megatron_to_hf_is_bit_exact(name: str, tp: int, dtype: torch.dtyp
 def test_padding_of_the_vocabulary_is_zero_and_never_leaves(tiny: Path) -> None:
     model, reader = ModelMap.from_hf(tiny), HFReader(tiny)
     parameter = model.parameter("embedding.word_embeddings.weight")
-    out = torch.full(parameter.local_shape(2), float("nan"))
-    load_parameter(reader, parameter, 1, 2, out)
+    second = Cut(tensor=1, tensor_size=2)
+    out = torch.full(parameter.local_shape(second), float("nan"))
+    load_parameter(reader, parameter, second, out)
     assert torch.equal(out[-1], torch.zeros(80))
     assert torch.equal(out[:-1], reader.get("model.embed_tokens.weight")[210:])
 
@@ -80,11 +83,12 @@ def test_padding_of_the_vocabulary_is_zero_and_never_leaves(tiny: Path) -> None:
 def test_loading_casts_to_the_parameters_dtype_and_wants_its_shape(tiny: Path) -> None:
     model, reader = ModelMap.from_hf(tiny), HFReader(tiny)
     parameter = model.parameter("decoder.layers.1.mlp.linear_fc2.weight")
-    out = torch.empty(parameter.local_shape(2), dtype=torch.bfloat16)
-    load_parameter(reader, parameter, 1, 2, out)
+    second = Cut(tensor=1, tensor_size=2)
+    out = torch.empty(parameter.local_shape(second), dtype=torch.bfloat16)
+    load_parameter(reader, parameter, second, out)
     assert torch.equal(out, reader.get("model.layers.1.mlp.down_proj.weight")[:, 56:].bfloat16())
     with pytest.raises(ValueError, match="shape"):
-        load_parameter(reader, parameter, 0, 1, out)
+        load_parameter(reader, parameter, Cut(), out)
 
 
 def exported(source: Path, target: Path, dtype: torch.dtype = torch.float32, **options: object) -> Path:
@@ -103,7 +107,7 @@ def test_transformers_loads_an_export(family: str, tmp_path: Path) -> None:
     model, report = AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
     assert not any(report.values())
     original = load_file(source / "model.safetensors")
-    loaded = model.state_dict()
+    loaded = one_by_one(model.state_dict(), model.config.model_type)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in original.items())
     tokenizer = AutoTokenizer.from_pretrained(target)
     assert tokenizer.chat_template
@@ -289,13 +293,13 @@ def test_only_rank_0_is_asked_for_replicated_parameters(tiny: Path) -> None:
     model, reader = ModelMap.from_hf(tiny), HFReader(tiny)
     asked: list[tuple[str, int]] = []
 
-    def fetch(parameter: Parameter, rank: int) -> Tensor:
-        asked.append((parameter.name, rank))
-        out = torch.empty(parameter.local_shape(2))
-        load_parameter(reader, parameter, rank, 2, out)
+    def fetch(parameter: Parameter, where: Cut) -> Tensor:
+        asked.append((parameter.name, where.tensor))
+        out = torch.empty(parameter.local_shape(where))
+        load_parameter(reader, parameter, where, out)
         return out
 
-    dict(export_tensors(model, fetch, 2))
+    dict(export_tensors(model, fetch, Cut(tensor_size=2)))
     assert ("decoder.final_layernorm.weight", 1) not in asked
     assert ("embedding.word_embeddings.weight", 1) in asked
     assert not any(name == "output_layer.weight" for name, _ in asked)

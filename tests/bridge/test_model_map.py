@@ -16,30 +16,33 @@ from megarl.bridge.families.qwen3 import QWEN3
 from megarl.bridge.family import Dims, Family, Rule
 from megarl.bridge.family import families as known_families
 from megarl.bridge.hf_config import Rope, check_fields
-from megarl.bridge.layout import Split, uncovered
+from megarl.bridge.layout import Cut, Split, uncovered
 from megarl.bridge.model_map import ModelMap
 from megarl.errors import UserError
 from megarl.models.tiny import RECIPES, tiny_config
-from tests.bridge.cases import CONFIGS, LAYOUTS, numbered
+from tests.bridge.cases import CONFIGS, LAYOUTS, numbered, one_by_one, ranks
 
 
-def megatron_tensor(model: ModelMap, name: str, hf: dict[str, Tensor], rank: int, tp: int) -> Tensor:
+def megatron_tensor(model: ModelMap, name: str, hf: dict[str, Tensor], where: Cut) -> Tensor:
     """A rank's tensor by reshapes and chunks of whole tensors: nothing in common with the map's regions."""
     dims = model.dims
     prefix, _, rest = name.rpartition("decoder.layers.")[2].partition(".")
     layer = f"model.layers.{prefix}."
+    rank, tp = where.tensor, where.tensor_size
     if "linear_qkv" in rest:
         kind = rest.rpartition(".")[2]
         q, k, v = (hf[f"{layer}self_attn.{x}_proj.{kind}"] for x in "qkv")
         blocks = [x.reshape(dims.kv_heads, -1, *x.shape[1:]) for x in (q, k, v)]
         return torch.cat(blocks, 1).flatten(0, 1).chunk(tp, 0)[rank]
-    if "linear_fc1" in rest:
-        gate, up = (hf[f"{layer}mlp.{x}_proj.weight"].chunk(tp, 0)[rank] for x in ("gate", "up"))
-        return torch.cat([gate, up])
+    if "mlp" in rest:
+        return mlp_tensor(model, layer, rest, hf, where)
+    if model.is_latent and rest in LATENT:
+        hf_name, axis = LATENT[rest]
+        return hf[f"{layer}self_attn.{hf_name}.weight"].chunk(tp if axis is not None else 1, axis or 0)[
+            rank if axis is not None else 0
+        ]
     if "linear_proj" in rest:
         return hf[f"{layer}self_attn.o_proj.weight"].chunk(tp, 1)[rank]
-    if "linear_fc2" in rest:
-        return hf[f"{layer}mlp.down_proj.weight"].chunk(tp, 1)[rank]
     if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         table = hf["model.embed_tokens.weight" if model.tied or name.startswith("embedding") else "lm_head.weight"]
         padding = -len(table) % tp
@@ -48,37 +51,74 @@ def megatron_tensor(model: ModelMap, name: str, hf: dict[str, Tensor], rank: int
         return hf["model.norm.weight"]
     norms = {
         "input_layernorm.weight": "input_layernorm",
-        "pre_mlp_layernorm.weight": "post_attention_layernorm",
         "self_attention.q_layernorm.weight": "self_attn.q_norm",
         "self_attention.k_layernorm.weight": "self_attn.k_norm",
     }
     return hf[f"{layer}{norms[rest]}.weight"]
 
 
-@pytest.mark.parametrize(("name", "tp"), LAYOUTS)
-def test_every_rank_holds_what_megatron_expects(name: str, tp: int) -> None:
+# Latent attention: the tensor, and the axis that tensor parallelism cuts.
+LATENT = {
+    "self_attention.linear_q_proj.weight": ("q_proj", 0),
+    "self_attention.linear_q_down_proj.weight": ("q_a_proj", None),
+    "self_attention.linear_q_up_proj.weight": ("q_b_proj", 0),
+    "self_attention.linear_kv_down_proj.weight": ("kv_a_proj_with_mqa", None),
+    "self_attention.linear_kv_up_proj.weight": ("kv_b_proj", 0),
+    "self_attention.kv_layernorm.weight": ("kv_a_layernorm", None),
+    "self_attention.q_layernorm.weight": ("q_a_layernorm", None),
+}
+
+
+def mlp_tensor(model: ModelMap, layer: str, rest: str, hf: dict[str, Tensor], where: Cut) -> Tensor:
+    """The norm, the router, an expert, the shared experts or the dense MLP of a layer."""
+    if rest == "pre_mlp_layernorm.weight":
+        return hf[f"{layer}post_attention_layernorm.weight"]
+    mixtral = model.family == "mixtral"
+    block = f"{layer}{'block_sparse_moe' if mixtral else 'mlp'}."
+    if "router" in rest:
+        return hf[f"{block}gate.{'weight' if rest.endswith('weight') else 'e_score_correction_bias'}"]
+    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    rank, size = where.tensor, where.tensor_size
+    if "local_experts" in rest:
+        block += f"experts.{rest.split('local_experts.')[1].split('.')[0]}."
+        rank, size = where.expert_tensor, where.expert_tensor_size
+    elif "shared_experts" in rest:
+        block += "shared_experts."
+    if "linear_fc1" in rest:
+        return torch.cat([hf[f"{block}{x}.weight"].chunk(size, 0)[rank] for x in (gate, up)])
+    return hf[f"{block}{down}.weight"].chunk(size, 1)[rank]
+
+
+@pytest.mark.parametrize(("name", "sizes"), LAYOUTS)
+def test_every_rank_holds_what_megatron_expects(name: str, sizes: Cut) -> None:
     model = ModelMap.from_hf(CONFIGS[name])
     hf = numbered(model)
+    each = model.dims.experts // sizes.expert_size
     for parameter in model.parameters:
-        for rank in range(tp):
-            local = torch.zeros(parameter.local_shape(tp), dtype=torch.int64)
-            for copy in parameter.copies(rank, tp):
+        for where in ranks(sizes):
+            if parameter.expert is not None and parameter.expert not in range(
+                where.expert * each, (where.expert + 1) * each
+            ):
+                assert parameter.copies(where) == []
+                continue
+            local = torch.zeros(parameter.local_shape(where), dtype=torch.int64)
+            for copy in parameter.copies(where):
                 local[copy.local] = hf[copy.hf_name][copy.hf]
-            assert torch.equal(local, megatron_tensor(model, parameter.name, hf, rank, tp)), (parameter.name, rank)
+            assert torch.equal(local, megatron_tensor(model, parameter.name, hf, where)), (parameter.name, where)
 
 
-@pytest.mark.parametrize(("name", "tp"), LAYOUTS)
-def test_every_element_is_met_exactly_once(name: str, tp: int) -> None:
+@pytest.mark.parametrize(("name", "sizes"), LAYOUTS)
+def test_every_element_is_met_exactly_once(name: str, sizes: Cut) -> None:
     model = ModelMap.from_hf(CONFIGS[name])
-    model.prove(tp)
+    model.prove(sizes.tensor_size, sizes.expert_tensor_size)
     met = {hf: torch.zeros(shape, dtype=torch.int64) for hf, shape in model.hf_shapes.items()}
     real = padding = 0
     for parameter in model.parameters:
-        for rank in range(tp):
-            filled = torch.zeros(parameter.local_shape(tp), dtype=torch.int64)
-            for copy in parameter.copies(rank, tp):
+        for where in parameter.holders(sizes):
+            filled = torch.zeros(parameter.local_shape(where), dtype=torch.int64)
+            for copy in parameter.copies(where):
                 filled[copy.local] += 1
-                if parameter.exported and (rank == 0 or not parameter.replicated):
+                if parameter.exported:
                     met[copy.hf_name][copy.hf] += 1
             assert filled.max() == 1
             if parameter.pad_vocabulary:
@@ -88,7 +128,7 @@ def test_every_element_is_met_exactly_once(name: str, tp: int) -> None:
     assert all(bool((count == 1).all()) for count in met.values())
     tables = sum(parameter.pad_vocabulary for parameter in model.parameters)
     assert real == tables * model.dims.vocab * model.dims.hidden
-    assert padding == tables * (-model.dims.vocab % tp) * model.dims.hidden
+    assert padding == tables * (-model.dims.vocab % sizes.tensor_size) * model.dims.hidden
 
 
 @pytest.mark.parametrize("family", RECIPES)
@@ -98,18 +138,22 @@ def test_the_checkpoint_is_what_transformers_builds(family: str) -> None:
     config = tiny_config(family)
     with torch.device("meta"):
         built = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
-    shapes = {name: tuple(tensor.shape) for name, tensor in built.named_parameters()}
+    tensors = {**dict(built.named_parameters()), **dict(built.named_buffers())}
+    shapes = {name: tuple(tensor.shape) for name, tensor in one_by_one(tensors, config["model_type"]).items()}
     assert shapes == ModelMap.from_hf(config).hf_shapes
 
 
-@pytest.mark.parametrize(("family", "name"), [("llama", "Llama"), ("qwen2", "Qwen2"), ("qwen3", "Qwen3")])
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("llama", "Llama"), ("qwen2", "Qwen2"), ("qwen3", "Qwen3"), ("mixtral", "Mixtral")],
+)
 def test_every_field_that_transformers_writes_is_understood(family: str, name: str) -> None:
     import transformers
 
     config = getattr(transformers, f"{name}Config")().to_dict() | {"architectures": [f"{name}ForCausalLM"]}
     model = ModelMap.from_hf(config)
     assert (model.family, model.dims.hidden, model.dims.layers) == (family, 4096, 32)
-    assert model.model_args()["rotary_base"] == 10000
+    assert model.model_args()["rotary_base"] == (1_000_000 if family == "mixtral" else 10_000)
 
 
 def test_both_generations_of_rope_fields_are_read_alike() -> None:
@@ -222,7 +266,7 @@ def test_layouts_that_do_not_divide_are_told_with_the_nearest_that_do() -> None:
     assert layers.endswith("use 2 or 4.")
     assert "at least 1" in model.check_layout(0, 1)[0]
     with pytest.raises(UserError, match="linear_qkv"):
-        model.parameter("decoder.layers.0.self_attention.linear_qkv.weight").copies(0, 4)
+        model.parameter("decoder.layers.0.self_attention.linear_qkv.weight").copies(Cut(tensor_size=4))
 
 
 def without(family: Family, rule: Rule) -> Family:
@@ -323,7 +367,7 @@ def test_a_new_family_is_one_new_file(tmp_path, monkeypatch: pytest.MonkeyPatch)
     model.prove(2)
     assert model.family == "toy"
     assert model.parameter("decoder.layers.3.self_attention.linear_proj.weight").hf_names == ("h.3.out",)
-    assert len(known_families()) == 4
+    assert len(known_families()) == 8
 
 
 def test_a_map_is_made_without_loading_torch() -> None:

@@ -240,7 +240,7 @@ def _compare(
     for parameter, tensor in engine.parameters():
         values = of(tensor).float()
         rest = torch.ones(values.shape, dtype=torch.bool)
-        for copy in parameter.copies(place.tensor, place.tensor_size):
+        for copy in parameter.copies(place):
             # A key's bias shifts all of a query's scores alike, so its gradient is 0 but for rounding: a scale that is not.
             floor = 1e-2 * largest if copy.hf_name.endswith("k_proj.bias") else 0.0
             scale = max(float(want[copy.hf_name].abs().max()), floor)

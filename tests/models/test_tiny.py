@@ -60,10 +60,16 @@ def test_nothing_in_it_hides_a_mistake(family: str, made: dict[str, Path]) -> No
     model = ModelMap.from_hf(made[family])
     dims = model.dims
     # Qwen2 derives the head size from the hidden size, so there the two are equal by architecture.
-    sizes = [dims.hidden, dims.ffn, dims.vocab, dims.q, dims.kv, dims.heads, dims.kv_heads, dims.head_dim, dims.layers]
-    assert len(set(sizes)) == len(sizes) - (dims.q == dims.hidden)
+    sizes = [dims.hidden, dims.vocab, dims.q, dims.heads, dims.head_dim, dims.layers]
+    # Every head has its own key and value under latent attention; Mixtral has no MLP but its experts.
+    sizes += [dims.nope_dim, dims.rope_dim, dims.v_dim, dims.kv_rank, dims.kv_down, dims.kv_up, dims.v]
+    sizes += [] if model.is_latent else [dims.kv, dims.kv_heads]
+    sizes += [dims.q_rank, dims.experts, dims.expert_ffn, dims.shared_ffn]
+    sizes += [dims.ffn] if dims.ffn != dims.expert_ffn else []
+    sizes = [size for size in sizes if size]
+    assert len(set(sizes)) == len(sizes) - (dims.q == dims.hidden), sizes
     assert (dims.q == dims.hidden) == family.startswith("qwen2")
-    assert model.check_layout(2, 2) == []
+    assert model.check_layout(2, 2, 2 if model.has_experts else 1, sequence=True) == []
     assert dims.vocab % 2 == 1
     for name, tensor in load_file(made[family] / "model.safetensors").items():
         assert tensor.std() > 0.05, name
@@ -86,7 +92,7 @@ def test_the_seed_decides_and_overrides_are_taken(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_made_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="'gpt2'; there are llama, qwen2, qwen2-untied, qwen3"):
+    with pytest.raises(UserError, match="'gpt2'; there are deepseek, .*, llama, .*, qwen3-moe"):
         make_tiny("gpt2", tmp_path / "gpt2")
     with pytest.raises(UserError, match="a_typo"):
         make_tiny("llama", tmp_path / "llama", a_typo=1)

@@ -1,0 +1,101 @@
+"""Rules of mixture-of-experts layers: the router, the experts one by one, the shared experts; and the norm before them.
+
+`transformers` 5 holds a layer's experts as two fused tensors in memory but writes and reads them one by one under these names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from megarl.bridge import dense
+from megarl.bridge.dense import HF, MEGATRON
+from megarl.bridge.family import Config, Dims, Rule
+from megarl.bridge.layout import Split
+from megarl.errors import UserError
+
+
+def sparse(dims: Dims, layer: int) -> bool:
+    """Layers whose MLP is a mixture of experts."""
+    return dims.is_sparse(layer)
+
+
+def not_sparse(dims: Dims, layer: int) -> bool:
+    """Layers whose MLP is an ordinary one."""
+    return not dims.is_sparse(layer)
+
+
+def experts(block: str, gate: str, up: str, down: str) -> tuple[Rule, Rule]:
+    """The two matrices of every expert; `block` is the layer's module, the other names those of an expert's matrices."""
+    expert = f"{HF}{block}.experts.{{E}}."
+    local, grouped = f"{MEGATRON}mlp.experts.local_experts.{{E}}.", f"{MEGATRON}mlp.experts."
+    return (
+        Rule(
+            {f"{expert}{gate}.weight": "expert_ffn hidden", f"{expert}{up}.weight": "expert_ffn hidden"},
+            f"{local}linear_fc1.weight",
+            te=f"{grouped}linear_fc1.weight{{E}}",
+            split=Split.ROWS,
+            layers=sparse,
+        ),
+        Rule(
+            {f"{expert}{down}.weight": "hidden expert_ffn"},
+            f"{local}linear_fc2.weight",
+            te=f"{grouped}linear_fc2.weight{{E}}",
+            split=Split.COLUMNS,
+            layers=sparse,
+        ),
+    )
+
+
+def router(block: str) -> Rule:
+    """The router's matrix: the same on every rank."""
+    return Rule({f"{HF}{block}.gate.weight": "experts hidden"}, f"{MEGATRON}mlp.router.weight", layers=sparse)
+
+
+EXPERT_GATE_UP, EXPERT_DOWN = experts("mlp", "gate_proj", "up_proj", "down_proj")
+ROUTER = router("mlp")
+# Added to the scores when experts are chosen, not when they are weighed (arXiv:2412.19437, sec. 2.1.2).
+ROUTER_BIAS = Rule(
+    {f"{HF}mlp.gate.e_score_correction_bias": "experts"},
+    f"{MEGATRON}mlp.router.expert_bias",
+    layers=sparse,
+    float32=True,
+)
+SHARED_GATE_UP = Rule(
+    {
+        f"{HF}mlp.shared_experts.gate_proj.weight": "shared_ffn hidden",
+        f"{HF}mlp.shared_experts.up_proj.weight": "shared_ffn hidden",
+    },
+    f"{MEGATRON}mlp.shared_experts.linear_fc1.weight",
+    split=Split.ROWS,
+    layers=sparse,
+)
+SHARED_DOWN = Rule(
+    {f"{HF}mlp.shared_experts.down_proj.weight": "hidden shared_ffn"},
+    f"{MEGATRON}mlp.shared_experts.linear_fc2.weight",
+    split=Split.COLUMNS,
+    layers=sparse,
+)
+# Transformer Engine fuses the norm with an ordinary MLP, but not with experts.
+NORM = replace(dense.MLP_NORM, te=None, layers=sparse)
+# The MLP of the layers that are not sparse.
+DENSE_MLP = tuple(replace(rule, layers=not_sparse) for rule in (dense.MLP_NORM, dense.GATE_UP, dense.DOWN))
+
+
+def some_sparse(pattern: Iterable[bool], what: str) -> dict[str, Any]:
+    """`Dims.sparse`, once it is sure that there are experts at all."""
+    layers = tuple(pattern)
+    if not any(layers):
+        raise UserError(f"config.json: {what} leave no layer with experts; give the dense architecture instead.")
+    return {"sparse": layers}
+
+
+def chosen(config: Config, experts: str) -> int:
+    """How many experts a token goes to."""
+    count, total = config.get("num_experts_per_tok"), config.get(experts)
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise UserError(f"config.json: num_experts_per_tok = {count!r} must be a positive whole number.")
+    if isinstance(total, int) and count > total:
+        raise UserError(f"config.json: num_experts_per_tok = {count} is more than the {total} experts there are.")
+    return count
