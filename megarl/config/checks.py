@@ -29,8 +29,17 @@ RANGES = {
     "algorithm.clip_dual": "(1,",
     "algorithm.entropy_coefficient": "[0,",
     "algorithm.kl_coefficient": "[0,",
+    "algorithm.gamma": "[0,1]",
+    "algorithm.lam": "[0,1]",
     "algorithm.epochs": "[1,",
     "algorithm.mini_batches": "[1,",
+    "algorithm.shaping.overlong_buffer": "[0,",
+    "algorithm.shaping.overlong_factor": "[0,",
+    "algorithm.shaping.kl_coefficient": "[0,",
+    "algorithm.shaping.kl_target": "(0,",
+    "algorithm.shaping.kl_horizon": "[1,",
+    "algorithm.correction.upper": "(0,",
+    "algorithm.correction.lower": "[0,",
     "actor.parallel.ranks": "[1,",
     "actor.parallel.tensor": "[1,",
     "actor.parallel.pipeline": "[1,",
@@ -102,7 +111,16 @@ def problems(cfg: Config) -> list[str]:
     found = list(_ranges(cfg))
     if found:  # the other rules divide by these numbers
         return [*found, *_sources(cfg), *_files(cfg)]
-    return [*_layout(cfg), *_batch(cfg), *_sampling(cfg), *_training(cfg), *_sources(cfg), *_files(cfg), *_cluster(cfg)]
+    return [
+        *_layout(cfg),
+        *_batch(cfg),
+        *_sampling(cfg),
+        *_training(cfg),
+        *_algorithm(cfg),
+        *_sources(cfg),
+        *_files(cfg),
+        *_cluster(cfg),
+    ]
 
 
 def _ranges(cfg: Config) -> Iterator[str]:
@@ -189,6 +207,23 @@ def _training(cfg: Config) -> Iterator[str]:
         yield (
             f"actor.optimizer.min_lr={optimizer.min_lr} is above actor.optimizer.lr={optimizer.lr}; "
             f"set actor.optimizer.min_lr={optimizer.lr} or less"
+        )
+
+
+def _algorithm(cfg: Config) -> Iterator[str]:
+    shaping = cfg.algorithm.shaping
+    if shaping.overlong_buffer > cfg.rollout.max_new_tokens:
+        yield (
+            f"algorithm.shaping.overlong_buffer={shaping.overlong_buffer} is more than rollout.max_new_tokens="
+            f"{cfg.rollout.max_new_tokens}; set it to that or less"
+        )
+    low, high = shaping.clip_low, shaping.clip_high
+    if low is not None and high is not None and low > high:
+        yield f"algorithm.shaping.clip_low={low} is above algorithm.shaping.clip_high={high}; swap them"
+    if shaping.kl_target is not None and shaping.kl_coefficient == 0:
+        yield (
+            f"algorithm.shaping.kl_target={shaping.kl_target} moves algorithm.shaping.kl_coefficient, which is 0 and "
+            "stays so; set it to a first value such as 0.001"
         )
 
 

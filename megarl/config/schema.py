@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Dtype = Literal["bfloat16", "float32"]
-Aggregation = Literal["token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"]
+Aggregation = Literal["token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"]
+KLEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+"]
 
 
 @dataclass
@@ -57,19 +58,56 @@ class RewardConfig:
 
 
 @dataclass
+class ShapingConfig:
+    overlong_buffer: int = 0  # tokens before rollout.max_new_tokens over which the reward falls (DAPO); 0: off
+    overlong_factor: float = 1.0  # what a response of full length loses
+    clip_low: float | None = None  # a lower reward is moved up to this
+    clip_high: float | None = None  # a higher reward is moved down to this
+    normalize: bool = False  # rewards less the mean of all so far, over their standard deviation
+    kl_coefficient: float = 0.0  # KL to the reference taken off the reward of every token
+    kl_estimator: Literal["k1", "k2", "k3", "abs"] = "k1"  # how sampled tokens estimate it
+    kl_target: float | None = None  # the coefficient follows the KL to this value (adaptive); None: it is fixed
+    kl_horizon: int = 10000  # samples over which an adaptive coefficient moves
+    skip_cut: bool = False  # do not learn from responses cut at rollout.max_new_tokens (DAPO's overlong filter)
+    skip_equal_groups: bool = False  # do not count groups whose raw rewards are all equal (DAPO's dynamic filter)
+
+
+@dataclass
+class CorrectionConfig:
+    bypass: bool = False  # the engine's log-probs are the old policy's: the trainer computes none, nothing is corrected
+    level: Literal["none", "token", "sequence", "geometric"] = "none"  # of what the ratio trainer / engine is a weight
+    outside: Literal["truncate", "mask", "zero"] = "truncate"  # weights out of bounds: moved there, not learned from, 0
+    upper: float | None = 2.0  # bound of weights
+    lower: float | None = None  # bound of weights
+    normalize: bool = False  # weights over their mean
+    rejection: dict[str, Any] = field(default_factory=dict)  # more bounds, e.g. sequence_mean_k3: 0.01
+
+
+@dataclass
 class AlgorithmConfig:
     advantage: str = "grpo"  # a registered estimator, or package.module.function
+    advantage_options: dict[str, Any] = field(default_factory=dict)  # further keyword arguments of the estimator
     normalize_std: bool = True  # grpo: divide by the group's standard deviation (False: Dr.GRPO)
+    gamma: float = 1.0  # discount a token, of estimators that have returns
+    lam: float = 1.0  # gae: how far advantages look ahead
     policy_loss: str = "vanilla"  # a registered loss, or package.module.function
+    policy_loss_options: dict[str, Any] = field(default_factory=dict)  # further keyword arguments of the loss
     clip_low: float = 0.2  # the policy ratio counts down to 1 - clip_low
     clip_high: float = 0.2  # the policy ratio counts up to 1 + clip_high
     clip_dual: float | None = 3.0  # bound on the loss of a negative advantage (dual clip); None: off
-    aggregation: Aggregation = "token_mean"  # how the loss is averaged over a mini-batch
+    aggregation: Aggregation | None = None  # average of the loss over a mini-batch; None: the loss's own
     entropy_coefficient: float = 0.0  # bonus: subtracted from the loss
-    kl_coefficient: float = 0.0  # KL to the reference in the loss; 0: no reference model is built
-    kl_estimator: Literal["k1", "k2", "k3", "abs"] = "k3"  # how sampled tokens estimate the KL to the reference
+    kl_coefficient: float = 0.0  # KL to the reference in the loss; a reference is built where needed
+    kl_estimator: KLEstimator = "k3"  # how sampled tokens estimate it; with +: the value of the one, the gradient of k2
     epochs: int = 1  # passes over a step's samples
     mini_batches: int = 1  # optimizer steps in a pass
+    shaping: ShapingConfig = field(default_factory=ShapingConfig)
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+
+    @property
+    def reference(self) -> bool:
+        """Whether the recipe compares the policy with a reference model."""
+        return self.kl_coefficient > 0 or self.shaping.kl_coefficient > 0
 
 
 @dataclass

@@ -11,22 +11,35 @@ from megarl.batch import Batch, Level
 from megarl.config.schema import AlgorithmConfig
 from megarl.errors import RunError
 
+# What an estimator may ask for, by the field that holds it. Fields that a recipe does not make are not offered.
+PADDED = {
+    "reward_BT": "token_rewards",
+    "mask_BT": "loss_mask",
+    "old_log_probs_BT": "old_log_probs",
+    "entropy_BT": "entropy",
+    "sum_p2_BT": "sum_p2",
+    "values_BT": "values",
+}
+PLAIN = {"baseline_B": "baseline", "reward_parts_BK": "reward_parts"}
+
 
 class Estimator:
-    """Adds `advantages` (RESPONSE) to a scored batch. A sample's reward counts at its last response token."""
+    """Adds `advantages` (RESPONSE) to a batch with token rewards."""
 
     def __init__(self, config: AlgorithmConfig):
         self._name = config.advantage
         self._advantage = get_advantage(config.advantage)
-        self._options = {"normalize_std": config.normalize_std}
+        self._options = {
+            "normalize_std": config.normalize_std,
+            "gamma": config.gamma,
+            "lam": config.lam,
+            **config.advantage_options,
+        }
 
     def __call__(self, batch: Batch) -> Batch:
-        offered = {
-            "reward_BT": token_rewards(batch),
-            "mask_BT": batch.padded("loss_mask"),
-            "group_B": list(batch["group"]),
-            **self._options,
-        }
+        offered = {name: batch.padded(field) for name, field in PADDED.items() if field in batch}
+        offered |= {name: batch[field] for name, field in PLAIN.items() if field in batch}
+        offered |= {"group_B": list(batch["group"]), **self._options}
         advantages_BT = self._checked(offered)
         return batch.set("advantages", batch.unpad(advantages_BT), Level.RESPONSE)
 
@@ -48,14 +61,3 @@ class Estimator:
         if not bool(advantages_BT[offered["mask_BT"] > 0].isfinite().all()):
             raise RunError(f"the advantage estimator {self._name!r} gave a value that is not a finite number")
         return advantages_BT
-
-
-def token_rewards(batch: Batch) -> torch.Tensor:
-    """(B, T): each sample's reward at its last token that the loss counts, zero elsewhere."""
-    mask_BT = batch.padded("loss_mask") > 0
-    width = mask_BT.shape[1]
-    last_B = (mask_BT * torch.arange(1, width + 1)).amax(dim=1) - 1
-    reward_BT = torch.zeros(mask_BT.shape, dtype=torch.float32)
-    counted = last_B >= 0
-    reward_BT[counted, last_B[counted]] = torch.as_tensor(batch["reward"], dtype=torch.float32)[counted]
-    return reward_BT

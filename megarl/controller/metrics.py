@@ -17,15 +17,15 @@ class StepMetrics:
     def of(
         self, batch: Batch, update: Mapping[str, float], sync: Mapping[str, float], seconds: Mapping[str, float]
     ) -> dict[str, float]:
-        """Means are over samples (reward, response) or over response tokens that the loss counts (the rest)."""
-        mask = torch.as_tensor(batch["loss_mask"]) > 0
-        gap = (torch.as_tensor(batch["old_log_probs"]) - torch.as_tensor(batch["rollout_log_probs"]))[mask].abs()
+        """Means are over samples (reward, response) or over response tokens that the loss counts (the rest). What the parts of
+        the step noted in the batch comes first."""
         rewards = torch.as_tensor(batch["reward"], dtype=torch.float32)
         lengths = batch.response_lengths.float()
         cut = sum(reason == "length" for reason in batch["stop_reason"])
         step = sum(seconds.values())
         tokens = int(batch.total_lengths.sum())
-        metrics = {
+        metrics = dict(batch.meta.get("metrics", {}))
+        metrics |= {
             "reward/mean": float(rewards.mean()),
             "reward/std": float(rewards.std(unbiased=False)),
             "reward/accuracy": float((rewards >= 1.0).float().mean()),
@@ -33,8 +33,6 @@ class StepMetrics:
             "response/length_mean": float(lengths.mean()),
             "response/length_max": float(lengths.max()),
             "response/clipped_fraction": cut / len(batch),
-            "mismatch/abs_mean": float(gap.mean()) if len(gap) else 0.0,
-            "mismatch/abs_max": float(gap.max()) if len(gap) else 0.0,
             "throughput/tokens_per_second": tokens / step,
             "throughput/samples_per_second": len(batch) / step,
         }
@@ -45,6 +43,13 @@ class StepMetrics:
         metrics |= sync
         metrics |= {f"time/{name}": value for name, value in seconds.items()}
         return metrics | {"time/step": step}
+
+
+def noted(batch: Batch, metrics: Mapping[str, float]) -> Batch:
+    """The batch with metrics added to what earlier parts of the step noted in it."""
+    result = batch.select(batch.names)
+    result.meta["metrics"] = {**batch.meta.get("metrics", {}), **metrics}
+    return result
 
 
 def _all_equal(batch: Batch, rewards: torch.Tensor) -> float:

@@ -9,7 +9,7 @@ import inspect
 import shutil
 import socket
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +30,13 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 SPARE_MIB = 64  # logs, samples and metrics of a run
 BYTES = {"bfloat16": 2, "float32": 4}
+
+
+# Data that estimators may ask for and no part of the trainer makes yet.
+NOT_MADE = {
+    "values_BT": "the values of a critic, which the trainer does not have yet",
+    "sum_p2_BT": "the sum of squared probabilities of every token, which the trainer does not compute yet",
+}
 
 
 @dataclass(frozen=True)
@@ -118,6 +125,10 @@ class _Check:
                 continue
             if key == "algorithm.advantage":
                 self._add(_group(cfg, function))
+                self._add(_estimator(cfg))
+            else:
+                self._add(_objective(cfg))
+        self._add(_correction(cfg))
 
     def _data(self) -> None:
         from megarl import data
@@ -160,6 +171,44 @@ def _group(cfg: Config, estimator: Callable[..., object]) -> Iterator[str]:
             f"rollout.n=1 leaves a sample alone in its group, and algorithm.advantage={cfg.algorithm.advantage} "
             "compares within groups: every advantage would be 0; set rollout.n=2 or more"
         )
+
+
+def _estimator(cfg: Config) -> Iterator[str]:
+    """What keeps the estimator from being called: options that it does not have, data that no part of the recipe makes."""
+    from megarl.algorithms import advantage
+
+    name, options = cfg.algorithm.advantage, cfg.algorithm.advantage_options
+    try:
+        advantage.check_options(name, options)
+    except ValueError as error:
+        yield f"algorithm.advantage_options: {error}"
+    for key in sorted({"gamma", "lam", "normalize_std"} & set(options)):
+        yield f"algorithm.advantage_options.{key} is a setting of its own; write algorithm.{key}={options[key]}"
+    for needed in advantage.required(name):
+        if needed in NOT_MADE:
+            yield f"algorithm.advantage={name} needs {NOT_MADE[needed]}; choose another estimator"
+
+
+def _objective(cfg: Config) -> Iterator[str]:
+    from megarl.algorithms import Objective
+
+    try:
+        Objective.from_config(cfg.algorithm)
+    except ValueError as error:
+        if not any(
+            key in str(error) for key in ("clip_low is", "clip_high is", "clip_dual is")
+        ):  # told by their ranges
+            yield f"algorithm: {error}"
+
+
+def _correction(cfg: Config) -> Iterator[str]:
+    from megarl.algorithms.rollout_correction import CorrectionSettings
+
+    try:
+        CorrectionSettings(**asdict(cfg.algorithm.correction))
+    except ValueError as error:
+        if not any(key in str(error) for key in ("upper is", "lower is")) or "must not be above" in str(error):
+            yield f"algorithm.correction: {error}"
 
 
 def _enough(wanted: int, there: int) -> Iterator[str]:

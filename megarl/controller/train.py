@@ -7,8 +7,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from megarl import config as configuration
+from megarl.algorithms import advantage
 from megarl.config import Config
 from megarl.config.paths import user_path
+from megarl.controller.baseline import GreedyBaseline, NoBaseline
 from megarl.controller.cluster import cluster
 from megarl.controller.engines import EngineGroup
 from megarl.controller.estimator import Estimator
@@ -16,6 +18,8 @@ from megarl.controller.evaluation import Evaluation
 from megarl.controller.export import export_hf
 from megarl.controller.preflight import Prepared
 from megarl.controller.rollout import Generated, Replayed, Rollout
+from megarl.controller.selection import Bypassed, Selection
+from megarl.controller.shaping import Shaping
 from megarl.controller.sync import WeightSync
 from megarl.controller.trainer import Trainer
 from megarl.controller.workers import NoReference, Reference, WorkerGroup
@@ -80,9 +84,17 @@ def _build(cfg: Config, prepared: Prepared, observer: Observer, stack: ExitStack
         prompts_per_step=cfg.data.prompts_per_step,
         rollout=rollout,
         rewards=rewards,
+        baseline=(
+            GreedyBaseline(engines, rewards, cfg.rollout.max_new_tokens)
+            if "baseline_B" in advantage.required(cfg.algorithm.advantage)
+            else NoBaseline()
+        ),
         actor=actor,
-        reference=Reference(actor) if cfg.algorithm.kl_coefficient > 0 else NoReference(),
+        old_policy=Bypassed() if cfg.algorithm.correction.bypass else actor,
+        reference=Reference(actor) if cfg.algorithm.reference else NoReference(),
+        shaping=Shaping(cfg.algorithm.shaping, cfg.rollout.max_new_tokens),
         estimator=Estimator(cfg.algorithm),
+        selection=Selection(cfg.algorithm),
         sync=sync,
         stage=observer.stage,
     )

@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megarl.batch import Batch
+from megarl.controller.baseline import GreedyBaseline, NoBaseline
 from megarl.controller.estimator import Estimator
 from megarl.controller.metrics import StepMetrics
 from megarl.controller.rollout import Rollout
+from megarl.controller.selection import Bypassed, Selection
+from megarl.controller.shaping import Shaping
 from megarl.controller.sync import WeightSync
 from megarl.controller.workers import NoReference, Reference, WorkerGroup
 from megarl.data import PromptSource
@@ -24,9 +27,13 @@ class Trainer:
     prompts_per_step: int
     rollout: Rollout
     rewards: Rewarder
+    baseline: GreedyBaseline | NoBaseline
     actor: WorkerGroup
+    old_policy: WorkerGroup | Bypassed
     reference: Reference | NoReference
+    shaping: Shaping
     estimator: Estimator
+    selection: Selection
     sync: WeightSync
     stage: Stages
     metrics: StepMetrics = field(default_factory=StepMetrics)
@@ -36,11 +43,11 @@ class Trainer:
         with self.stage("rollout"):
             batch = self.rollout.collect(self.prompts.take(self.prompts_per_step), number)
         with self.stage("score"):
-            batch = batch.union(self.rewards.score(batch))
+            batch = batch.union(self.rewards.score(batch), self.baseline.scores(batch))
         with self.stage("log_probs"):
-            batch = batch.union(self.actor.log_probs(batch), self.reference.log_probs(batch))
+            batch = batch.union(self.old_policy.log_probs(batch), self.reference.log_probs(batch))
         with self.stage("advantages"):
-            batch = self.estimator(batch)
+            batch = self.selection(self.estimator(self.shaping(batch)))
         with self.stage("update"):
             update = self.actor.update(batch)
         with self.stage("reshard"):

@@ -11,8 +11,8 @@ import ray
 import torch
 
 from megarl import cpu
-from megarl.algorithms import denominators
-from megarl.batch import Batch
+from megarl.algorithms import Objective, denominators
+from megarl.batch import Batch, Level
 from megarl.batch.packing import prompt_runs
 from megarl.batch.plan import balance
 from megarl.config import Config
@@ -38,6 +38,7 @@ class WorkerGroup:
         )
         self.actors = [remote.remote(config, str(folder)) for _ in range(parallel.ranks)]
         self._total_updates = total_updates
+        self._objective = Objective.from_config(config.algorithm)
         self._pending: list[Any] = []
         self.places: list[dict[str, Any]] = []
 
@@ -72,7 +73,7 @@ class WorkerGroup:
         Metrics of the step: means over its updates, maxima over them.
         """
         a = self.config.algorithm
-        needed = batch.select(["tokens", *_fields(self.config)])
+        needed = batch.select(["tokens", *(name for name in self._objective.reads if name in batch)])
         results = [self._one_update(part) for _ in range(a.epochs) for part in needed.split(a.mini_batches)]
         merged: dict[str, float] = {}
         for key in results[0]:
@@ -87,6 +88,9 @@ class WorkerGroup:
         return self._all("fingerprints", "fingerprinting weights", list(names), dtype)
 
     def _one_update(self, part: Batch) -> dict[str, float]:
+        data = {name: part.padded(name) for name in part.names if part.level(name) is Level.RESPONSE}
+        for name, values_BT in self._objective.prepare(data).items():
+            part = part.set(name, part.unpad(values_BT), Level.RESPONSE)
         shards, _ = self._shards(part)
         totals = denominators(part.padded("loss_mask"), max_length=self.config.rollout.max_new_tokens)
         references = [ray.put(shard) for shard in shards]
@@ -157,8 +161,3 @@ class NoReference:
 def _search_path() -> dict[str, str]:
     """Ranks find a user's own losses where the controller does: in the folder it was started in, too."""
     return {"PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), os.getcwd()]))}
-
-
-def _fields(config: Config) -> list[str]:
-    fields = ["old_log_probs", "advantages", "loss_mask"]
-    return [*fields, "ref_log_probs"] if config.algorithm.kl_coefficient > 0 else fields

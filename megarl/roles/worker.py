@@ -53,7 +53,7 @@ class Worker:
             self.folder, self.place, settings, optimizer=actor.optimizer, total_updates=total_updates
         )
         self.reference = None
-        if self.config.algorithm.kl_coefficient > 0:
+        if self.config.algorithm.reference:
             self.reference = MegatronEngine(self.folder, self.place, settings)
         self.objective = Objective.from_config(self.config.algorithm)
         self.writer = ShardWriter(self.actor.parameters(), self.place)

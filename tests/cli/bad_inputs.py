@@ -55,6 +55,46 @@ CASES = {
             "rollout.top_k is 0; it must be at least 1, or -1 for all tokens",
         ),
     ),
+    "estimator's option": bad(
+        "algorithm.advantage_options.epsilon=1",
+        "algorithm.policy_loss_options.tau=1",
+        said=("advantage estimator 'grpo' has no option 'epsilon'", "policy loss 'vanilla' has no option 'tau'"),
+    ),
+    "estimator's option that is a setting": bad(
+        "algorithm.advantage_options.normalize_std=false",
+        said="algorithm.advantage_options.normalize_std is a setting of its own; write algorithm.normalize_std=False",
+    ),
+    "estimator without its data": bad(
+        "algorithm.advantage=gae", said="algorithm.advantage=gae needs the values of a critic"
+    ),
+    "shaping": bad(
+        "algorithm.shaping.overlong_buffer=17",
+        "algorithm.shaping.clip_low=1",
+        "algorithm.shaping.clip_high=0",
+        "algorithm.shaping.kl_target=0.1",
+        said=(
+            "algorithm.shaping.overlong_buffer=17 is more than rollout.max_new_tokens=16",
+            "algorithm.shaping.clip_low=1.0 is above algorithm.shaping.clip_high=0.0; swap them",
+            "algorithm.shaping.kl_target=0.1 moves algorithm.shaping.kl_coefficient, which is 0",
+        ),
+    ),
+    "correction": bad(
+        "algorithm.correction.level=tokens",
+        said="algorithm.correction.level must be one of none, token, sequence, geometric",
+    ),
+    "bounds of correction": bad(
+        "algorithm.correction.lower=3",
+        said="algorithm.correction: lower is 3.0 and upper is 2.0; lower must not be above upper",
+    ),
+    "rejection": bad(
+        "algorithm.correction.rejection.sequence_mean_k4=1",
+        said="algorithm.correction: no rejection by 'sequence_mean_k4'; did you mean 'sequence_mean_k",
+    ),
+    "bypass with correction": bad(
+        "algorithm.correction.bypass=true",
+        "algorithm.correction.level=token",
+        said="algorithm.correction: bypass leaves nothing to correct: it needs level 'none' and no rejection",
+    ),
     "not a number": bad("actor.optimizer.lr=.nan", said="actor.optimizer.lr is nan; it must be at least 0"),
     "tensor parallel and KV heads": bad(
         "actor.parallel.tensor=3",

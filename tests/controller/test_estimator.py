@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megarl.algorithms import Advantage
-from megarl.batch import Batch, Sample
+from megarl.batch import Batch, Level, Sample
 from megarl.config.schema import AlgorithmConfig
 from megarl.controller.estimator import Estimator
 from megarl.errors import RunError
@@ -19,7 +19,7 @@ def batch() -> Batch:
         Sample(f"p{i}", "g", [1], [2] * length, [1] * length, [0.0] * length, reward=float(i))
         for i, length in enumerate((2, 0, 3))
     ]
-    return Batch.from_samples(samples)
+    return Batch.from_samples(samples).set("token_rewards", torch.tensor([0.0, 0.0, 0.0, 0.0, 2.0]), Level.RESPONSE)
 
 
 def raises(reward_BT):
