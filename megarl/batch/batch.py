@@ -271,8 +271,9 @@ class Batch:
 
     @classmethod
     def from_samples(cls, samples: Sequence[Sample], meta: Mapping[str, Any] | None = None) -> Batch:
-        """Fields: tokens (SEQUENCE, int64); loss_mask, rollout_log_probs (RESPONSE, float32); uid, group, stop_reason,
-        payload (SAMPLE, objects); weight_version (SAMPLE, int64); reward (SAMPLE, float32, NaN where not known)."""
+        """Fields: tokens (SEQUENCE, int64); loss_mask, rollout_log_probs (RESPONSE, float32); token_versions (RESPONSE, int64);
+        uid, group, stop_reason, payload (SAMPLE, objects); weight_version (SAMPLE, int64); reward (SAMPLE, float32, NaN
+        where not known)."""
         for sample in samples:
             sample.check()
         tokens = chain.from_iterable(part for s in samples for part in (s.prompt_ids, s.response_ids))
@@ -283,6 +284,7 @@ class Batch:
             "rollout_log_probs": Field(
                 _flat(chain.from_iterable(s.rollout_log_probs for s in samples), np.float32), Level.RESPONSE
             ),
+            "token_versions": Field(_flat(chain.from_iterable(map(_versions, samples)), np.int64), Level.RESPONSE),
             "weight_version": Field(_flat((s.weight_version for s in samples), np.int64), Level.SAMPLE),
             "reward": Field(_flat(rewards, np.float32), Level.SAMPLE),
         }
@@ -295,7 +297,8 @@ class Batch:
         """`from_samples` undone. Fields that a Sample has no place for are left behind."""
         prompts, totals = self.prompt_lengths.tolist(), self.total_lengths.tolist()
         tokens, mask, log_probs = (self[n].tolist() for n in ("tokens", "loss_mask", "rollout_log_probs"))
-        versions, rewards = self["weight_version"].tolist(), self["reward"].tolist()
+        versions, token_versions = self["weight_version"].tolist(), self["token_versions"].tolist()
+        rewards = self["reward"].tolist()
         samples, at, response_at = [], 0, 0
         for row, (prompt, total) in enumerate(zip(prompts, totals, strict=True)):
             response = slice(response_at, response_at + total - prompt)
@@ -311,6 +314,7 @@ class Batch:
                     weight_version=versions[row],
                     reward=None if math.isnan(rewards[row]) else rewards[row],
                     payload=self["payload"][row],
+                    token_versions=_unless_all(versions[row], token_versions[response]),
                 )
             )
             at, response_at = at + total, response.stop
@@ -385,6 +389,14 @@ def _ragged_index(starts: Tensor, lengths: Tensor) -> Tensor:
 
 def _flat(values: Iterable[Any], dtype: Any) -> Tensor:
     return torch.from_numpy(np.fromiter(values, dtype=dtype))
+
+
+def _versions(sample: Sample) -> list[int]:
+    return sample.token_versions or [sample.weight_version] * len(sample.response_ids)
+
+
+def _unless_all(version: int, token_versions: list[int]) -> list[int]:
+    return [] if all(value == version for value in token_versions) else token_versions
 
 
 def _as_names(names: Iterable[str]) -> list[str]:

@@ -28,13 +28,14 @@ class Sample:
     loss_mask: list[int]  # 1: the policy wrote this token; 0: a tool or the environment did
     rollout_log_probs: list[float]  # natural logarithm, at the sampling temperature
     stop_reason: str = "stop"  # stop | length | abort
-    weight_version: int = 0  # of the weights it was sampled under
+    weight_version: int = 0  # of the weights it was sampled under; the oldest where there were several
     reward: float | None = None
     payload: dict[str, Any] = field(default_factory=dict)  # the answer, images, 3-D positions, ...
+    token_versions: list[int] = field(default_factory=list)  # one a response token; [] where all are weight_version
 
     def check(self) -> None:
         """Raise ValueError when a per-token list does not have one entry a response token."""
-        for name in ("loss_mask", "rollout_log_probs"):
+        for name in ("loss_mask", "rollout_log_probs", *(["token_versions"] if self.token_versions else [])):
             if len(getattr(self, name)) != len(self.response_ids):
                 raise ValueError(
                     f"sample {self.uid!r}: {name} has {len(getattr(self, name))} entries, "

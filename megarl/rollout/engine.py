@@ -20,13 +20,21 @@ from megarl.batch.sample import Prompt, Sample
 from megarl.cpu import process_env
 from megarl.errors import RunError, UserError
 from megarl.reshard.bucket import BucketSpec
-from megarl.rollout.sampling import Sampling
+from megarl.rollout.answers import Open
+from megarl.rollout.group import begin
+from megarl.rollout.router import Router
+from megarl.rollout.sampling import Ask, Progress, Sampling
 
+WAIT = 0.5  # seconds that an exchange waits for answers; as long may it take until an engine hears of anything new
 _ERROR_LINE = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Exit|Interrupt)\b(?:: .*)?$")
 
 
+class EngineLost(RunError):
+    """An engine that died, hung or answered what cannot be. It is stopped; another one can be started in its place."""
+
+
 class Engine:
-    """A running engine. Every failure of it is one RunError (UserError where the user can mend it); nothing outlives it.
+    """A running engine. A refusal is a RunError (UserError where the user can mend it), its end an EngineLost; nothing outlives it.
 
     The weights start as the folder's, version 0.
     """
@@ -41,17 +49,21 @@ class Engine:
         seed: int = 1,
         extra: dict[str, Any] | None = None,
         start_timeout: float = 600.0,
+        progress_timeout: float = 300.0,
         log: str | Path | None = None,
     ):
         """Start an engine on a Hugging Face folder and wait until it answers.
 
         threads: CPU cores it computes on (None: all). max_total_tokens: size of its KV cache in tokens (None: SGLang's choice
-        on a GPU, a moderate one on CPU). extra: any other SGLang engine argument, with the last word.
+        on a GPU, a moderate one on CPU). extra: any other SGLang engine argument, with the last word. progress_timeout: seconds
+        without a new token, while any is asked for, or without an answer to a call, after which the engine is taken for hung.
         log: file for what SGLang prints (None: one that is gone with the engine; errors quote from it).
         """
         self._folder = tempfile.mkdtemp(prefix="megarl-engine-")
         self._log = Path(log) if log else Path(self._folder, "log.txt")
         self._dead: str | None = None
+        self._progress_timeout = progress_timeout
+        self._next_key = 0
         self._process, self._connection = self._spawn(threads or os.cpu_count() or 1)
         settings = {
             "model_path": str(model_path),
@@ -65,6 +77,7 @@ class Engine:
         except BaseException:
             self.shutdown()
             raise
+        self._open = Open(self._info["vocabulary"], progress_timeout)
 
     def _spawn(self, threads: int) -> tuple[subprocess.Popen[bytes], Connection]:
         ours, theirs = socket.socketpair()
@@ -85,35 +98,38 @@ class Engine:
 
     def ready(self) -> dict[str, Any]:
         """Facts about the running engine: pid, sglang (its version), context_length, longest_prompt,
-        max_total_tokens (all in tokens), stop_token_ids, weight_version, updating."""
+        max_total_tokens (all in tokens), capacity (responses sampled at one time), vocabulary, stop_token_ids,
+        weight_version, updating."""
         return {**self._info, **self._call("state")}
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, group_suffix: str = "") -> list[Sample]:
-        """Sample `sampling.n` responses a prompt; a prompt's samples stand together and share a group.
+    def exchange(self, asks: Sequence[Ask], sampling: Sampling, wait: float = WAIT, stop: bool = False) -> Progress:
+        """Ask for responses, and take the answers that are there: to these asks or to earlier ones, in any order.
 
-        Log-probs are those of the whole softmax at the sampling temperature, float32. A sampled end-of-sequence token is part
-        of the response. A response never reaches beyond the context length; UserError for a prompt that leaves no room.
+        Waits up to `wait` seconds while there is none. stop: end everything that is asked for; all of it is answered soon, with what
+        was sampled until then. Log-probs are those of the whole softmax at the sampling temperature, float32. A sampled
+        end-of-sequence token is part of the response. A response never reaches beyond the context length; UserError for
+        a prompt that leaves no room. EngineLost also when an answer cannot be right.
         """
-        answers = self._call("generate", [prompt.token_ids for prompt in prompts], sampling)
-        samples, seen = [], dict.fromkeys((prompt.uid for prompt in prompts), 0)
-        for index, prompt in enumerate(prompts):
-            seen[prompt.uid] += 1
-            again = f"#{seen[prompt.uid]}" if seen[prompt.uid] > 1 else ""  # the same problem twice: two groups
-            for ids, log_probs, reason, version in answers[index * sampling.n : (index + 1) * sampling.n]:
-                samples.append(
-                    Sample(
-                        uid=prompt.uid,
-                        group=f"{prompt.uid}{group_suffix}{again}",
-                        prompt_ids=list(prompt.token_ids),
-                        response_ids=ids,
-                        loss_mask=[1] * len(ids),
-                        rollout_log_probs=log_probs,
-                        stop_reason=reason,
-                        weight_version=version,
-                        payload={**prompt.payload, "answer": prompt.answer},
-                    )
-                )
-        return samples
+        self._open.add(asks)
+        try:
+            progress = self._call("exchange", list(asks), sampling, wait, stop, timeout=wait + self._progress_timeout)
+        except (RunError, UserError):  # nothing was begun
+            self._open.forget(asks)
+            raise
+        if fault := self._open.take(progress, stopping=stop):
+            self._fail(f"the SGLang engine {fault}")
+        return progress
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, group_suffix: str = "") -> list[Sample]:
+        """Sample `sampling.n` responses a prompt; a prompt's samples stand together and share a group. See `exchange`."""
+        groups = begin(prompts, sampling.n, group_suffix)
+        router = Router(sampling.max_new_tokens, self._next_key)
+        router.join(0, self._info["capacity"])
+        router.add(groups)
+        while router.unanswered:
+            router.answered(0, self.exchange(router.dispatch([0])[0], sampling).answers)
+        self._next_key = router.next_key
+        return [sample for group in groups for sample in group.samples()]
 
     def score(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs (temperature 1) of every token but the first, given those before it: one list of len - 1 a sequence."""
@@ -156,12 +172,13 @@ class Engine:
 
     def _call(self, method: str, *arguments: Any, timeout: float | None = None) -> Any:
         if self._dead:
-            raise RunError(f"the SGLang engine is not running: {self._dead}")
+            raise EngineLost(f"the SGLang engine is not running: {self._dead}")
         doing = "while starting" if method == "start" else f"during {method}"
         try:
             self._connection.send((method, arguments))
-            if not self._connection.poll(timeout):
-                self._fail(f"the SGLang engine did not answer within {timeout:.0f} s {doing}")
+            limit = self._progress_timeout if timeout is None else timeout
+            if not self._connection.poll(limit):
+                self._fail(f"the SGLang engine did not answer within {limit:.0f} s {doing}")
             answer = self._connection.recv()
         except (EOFError, OSError):
             code = self._process.wait()
@@ -175,7 +192,7 @@ class Engine:
         self._dead = what
         reason = last_error(self._log)
         self.shutdown()
-        raise RunError(f"{what}: {reason}" if reason else what)
+        raise EngineLost(f"{what}: {reason}" if reason else what)
 
 
 def last_error(log: Path) -> str:

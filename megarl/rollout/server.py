@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import functools
 import json
 import os
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,8 @@ from megarl.cpu import has_cuda
 from megarl.errors import RunError, UserError
 from megarl.reshard.bucket import BucketSpec
 from megarl.rollout import loader
-from megarl.rollout.sampling import Sampling
-
-Response = tuple[list[int], list[float], str, int]  # token ids, log-probs, stop reason, weight version
+from megarl.rollout.requests import Requests
+from megarl.rollout.sampling import Ask, Progress, Sampling
 
 # What a machine without CUDA needs, and what was measured to be best there.
 _ON_CPU: dict[str, Any] = {
@@ -48,12 +49,22 @@ class Server:
     """The arguments are those of `megarl.rollout.engine.Engine`."""
 
     def __init__(self, model_path: str, dtype: str, max_total_tokens: int | None, seed: int, extra: dict[str, Any]):
+        self.model_path = model_path
         self.stop_token_ids = end_tokens(Path(model_path))
         self.engine = _Quiet(**engine_arguments(model_path, dtype, max_total_tokens, seed, extra))
         limits = self.engine._scheduler_init_result.scheduler_infos[0]
         self.max_total_tokens = int(limits["max_total_num_tokens"])
         self.longest_prompt = int(limits["max_req_input_len"]) - 1  # SGLang refuses the limit itself
         self.context_length = int(self.engine.tokenizer_manager.context_len)
+        state = self._run(self.engine.tokenizer_manager.get_internal_state())[0]
+        self.capacity = int(state["effective_max_running_requests_per_dp"])
+        self.requests = Requests(
+            self.engine.tokenizer_manager,
+            stop_token_ids=self.stop_token_ids,
+            longest_prompt=self.longest_prompt,
+            room=min(self.context_length, self.max_total_tokens) - 1,
+            decoder=self._decoder,
+        )
         self.version = 0
         self.updating: int | None = None  # the version that is being loaded
         self.broken = ""  # why the weights can not be trusted
@@ -69,6 +80,8 @@ class Server:
             "max_total_tokens": self.max_total_tokens,
             "longest_prompt": self.longest_prompt,
             "stop_token_ids": self.stop_token_ids,
+            "capacity": self.capacity,
+            "vocabulary": int(self.engine.tokenizer_manager.model_config.vocab_size),
         }
 
     def state(self) -> dict[str, Any]:
@@ -76,27 +89,16 @@ class Server:
 
     # ---- sampling
 
-    def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[Response]:
-        self._check_weights()
-        if not prompts:
-            return []
-        for ids in prompts:
-            if not 0 < len(ids) <= self.longest_prompt:
-                raise UserError(f"a prompt has {len(ids)} tokens; this engine takes 1 to {self.longest_prompt}")
-        room = min(self.context_length, self.max_total_tokens) - 1
-        if sampling.n > 1:
-            # the copies then find their prompt in the cache; SGLang's own `n` prefills one prompt after the other
-            self.engine.generate(input_ids=prompts, sampling_params={"max_new_tokens": 0, "temperature": 0.0})
-        prompts = [ids for ids in prompts for _ in range(sampling.n)]
-        common = {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "stop_token_ids": [*self.stop_token_ids, *sampling.stop_token_ids],
-        }
-        each = [{**common, "max_new_tokens": min(sampling.max_new_tokens, room - len(ids))} for ids in prompts]
-        answers = self.engine.generate(input_ids=prompts, sampling_params=each, return_logprob=True)
-        return [_response(answer) for answer in answers]
+    def exchange(self, asks: list[Ask], sampling: Sampling, wait: float, stop: bool) -> Progress:
+        """Begin `asks`; then what has been answered, waited for up to `wait` seconds. stop: end all requests first."""
+        if asks:
+            self._check_weights()
+            self.requests.check(asks)
+            self._run(self.requests.begin(asks, sampling, self.version))
+        if stop:
+            self.requests.stop()
+        answers = self._run(self.requests.collect(wait))
+        return Progress(answers, self.requests.tokens)
 
     def score(self, token_ids: list[list[int]]) -> list[list[float]]:
         self._check_weights()
@@ -116,9 +118,18 @@ class Server:
         if self.broken:
             raise RunError(f"its weights are not to be trusted: {self.broken}")
 
+    @functools.cache  # noqa: B019  there is one server in a process
+    def _decoder(self) -> Callable[[Sequence[int]], str]:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(self.model_path)
+        return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
+
     # ---- weights
 
     def begin_update(self, version: int) -> None:
+        if len(self.requests):
+            raise RunError(f"{len(self.requests)} responses are still being sampled")
         _accepted(self.engine.begin_weight_update())
         self.updating, self.broken = version, ""
         self.expected, self.loaded, self.fingerprints = set(), set(), {}
@@ -172,18 +183,6 @@ class Server:
     def _run(self, coroutine: Any) -> Any:
         loop: asyncio.AbstractEventLoop = self.engine.loop
         return loop.run_until_complete(coroutine)
-
-
-def _response(answer: dict[str, Any]) -> Response:
-    meta = answer["meta_info"]
-    reason = meta["finish_reason"]["type"]
-    if reason not in ("stop", "length", "abort"):
-        raise RunError(f"a response ended for an unknown reason: {meta['finish_reason']}")
-    log_probs = [float(entry[0]) for entry in meta["output_token_logprobs"]]
-    ids = list(answer["output_ids"])
-    if len(ids) != len(log_probs):
-        raise RunError(f"a response has {len(ids)} tokens but {len(log_probs)} log-probs")
-    return ids, log_probs, reason, int(meta["weight_version"])
 
 
 def _accepted(answer: Any) -> None:

@@ -31,7 +31,8 @@ def random_samples(seed: int, count: int | None = None) -> list[Sample]:
                 loss_mask=generator.integers(0, 2, response).tolist(),
                 rollout_log_probs=[-float(x) for x in generator.integers(0, 64, response) / 8],
                 stop_reason=("stop", "length", "abort")[int(generator.integers(0, 3))],
-                weight_version=int(generator.integers(0, 9)),
+                weight_version=i % 9,
+                token_versions=[i % 9 + (at > i % 4) for at in range(response)] if response > i % 4 + 1 else [],
                 reward=None if generator.random() < 0.3 else float(generator.integers(0, 5)) / 4,
                 payload={"answer": i, "choices": ["a", "b"], "nested": {"x": [1, 2]}},
             )
@@ -75,6 +76,7 @@ def test_samples_and_back(seed: int) -> None:
         "tokens": ("sequence", "torch.int64"),
         "loss_mask": ("response", "torch.float32"),
         "rollout_log_probs": ("response", "torch.float32"),
+        "token_versions": ("response", "torch.int64"),
         "weight_version": ("sample", "torch.int64"),
         "reward": ("sample", "torch.float32"),
         **dict.fromkeys(("uid", "group", "stop_reason", "payload"), ("sample", "object")),

@@ -1,0 +1,161 @@
+"""Requests on their way through SGLang: begun, collected as they finish, stopped. Lives in the host process.
+
+SGLang's scheduler is a process of its own and samples on whether anybody waits here or not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sglang.srt.managers.io_struct import GenerateReqInput
+
+from megarl.errors import RunError, UserError
+from megarl.rollout.sampling import Answer, Ask, Sampling
+from megarl.rollout.stopping import StopText
+
+LINGER = (
+    0.05  # seconds after an answer in which others are waited for: an exchange for each would cost more than it brings
+)
+STOP_EVERY = 4  # tokens between two looks for a stop text
+
+
+class Requests:
+    """All requests of one engine.
+
+    manager: SGLang's tokenizer manager. longest_prompt, room: tokens that it takes, and that prompt and response may have together.
+    """
+
+    def __init__(
+        self,
+        manager: Any,
+        *,
+        stop_token_ids: Sequence[int],
+        longest_prompt: int,
+        room: int,
+        decoder: Callable[[], Callable[[Sequence[int]], str]],
+    ):
+        self._manager = manager
+        self._stop_token_ids = list(stop_token_ids)
+        self._longest_prompt = longest_prompt
+        self._room = room
+        self._decoder = decoder
+        self._tasks: set[asyncio.Task[Answer]] = set()
+        self._tokens = 0  # of responses that are finished
+        self._turn = 0  # counts the times that everything was stopped
+        self._prefills = 0
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def check(self, asks: Sequence[Ask]) -> None:
+        """UserError for a prompt that leaves no room for a response."""
+        for ask in asks:
+            if not 0 < len(ask.prompt_ids) <= self._longest_prompt:
+                raise UserError(
+                    f"a prompt has {len(ask.prompt_ids)} tokens; this engine takes 1 to {self._longest_prompt}"
+                )
+
+    async def begin(self, asks: Sequence[Ask], sampling: Sampling, version: int) -> None:
+        """Send asks to the scheduler. Where several share a prompt it is read first: the others find it in the cache."""
+        counts = Counter(tuple(ask.prompt_ids) for ask in asks)
+        first = {ids: asyncio.create_task(self._prefill(list(ids))) for ids, count in counts.items() if count > 1}
+        for ask in asks:
+            response = self._respond(ask, sampling, version, first.get(tuple(ask.prompt_ids)))
+            self._tasks.add(asyncio.create_task(response))
+
+    async def collect(self, wait: float) -> list[Answer]:
+        """The answers that are there, waited for up to `wait` seconds while there is none."""
+        if not self._tasks:
+            return []
+        done, pending = await asyncio.wait(self._tasks, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
+        if done and pending:
+            more, _ = await asyncio.wait(pending, timeout=LINGER)
+            done |= more
+        self._tasks -= done
+        answers = [task.result() for task in done]
+        self._tokens += sum(len(answer.token_ids) for answer in answers)
+        return sorted(answers)
+
+    def stop(self) -> None:
+        """End every request; what was sampled so far comes as answers."""
+        self._turn += 1
+        self._manager.abort_request(abort_all=True)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens sampled since the start, as far as the scheduler has told of them."""
+        states = self._manager.rid_to_state.values()
+        return self._tokens + sum(len(state.output_ids) for state in states)
+
+    # ---- one request
+
+    async def _prefill(self, prompt_ids: list[int]) -> None:
+        self._prefills += 1
+        request = GenerateReqInput(
+            input_ids=prompt_ids,
+            sampling_params={"max_new_tokens": 0, "temperature": 0.0},
+            rid=f"p{self._prefills:015d}",
+        )
+        async for _ in self._manager.generate_request(request):
+            pass
+
+    async def _respond(self, ask: Ask, sampling: Sampling, version: int, prefill: asyncio.Task[None] | None) -> Answer:
+        turn = self._turn
+        if prefill is not None:
+            await prefill
+        if turn != self._turn:
+            return Answer(ask.key, [], [], "abort", version)
+        ids = ask.prompt_ids + ask.begun_ids
+        budget = min(ask.budget, self._room - len(ids))
+        if budget < 1 or len(ids) > self._longest_prompt:  # a response that is taken up again where its room ends
+            return Answer(ask.key, [], [], "length", version)
+        request = GenerateReqInput(
+            input_ids=ids,
+            sampling_params={
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k,
+                "min_p": sampling.min_p,
+                "max_new_tokens": budget,
+                "stop_token_ids": [*self._stop_token_ids, *sampling.stop_token_ids],
+                "stream_interval": STOP_EVERY if sampling.stop else None,
+            },
+            return_logprob=True,
+            rid=f"r{ask.key:015d}",  # of one length: SGLang aborts whatever begins like the id it is given
+            stream=bool(sampling.stop),
+        )
+        final, cut = await self._follow(request, ask.begun_ids, sampling.stop)
+        ends = {*self._stop_token_ids, *sampling.stop_token_ids}
+        return _answer(ask.key, final, cut, ends, version)
+
+    async def _follow(
+        self, request: GenerateReqInput, begun: list[int], stop: tuple[str, ...]
+    ) -> tuple[dict[str, Any], int | None]:
+        """The final output, and how many of its tokens remain where a stop text was completed."""
+        watch = StopText(stop, self._decoder(), len(begun)) if stop else None
+        final: dict[str, Any] = {}
+        cut: int | None = None
+        async for final in self._manager.generate_request(request):
+            if watch is not None and cut is None:
+                end = watch.cut(begun + final["output_ids"])
+                if end is not None:
+                    cut = end - len(begun)
+                    self._manager.abort_request(request.rid)
+        return final, cut
+
+
+def _answer(key: int, final: dict[str, Any], cut: int | None, ends: set[int], version: int) -> Answer:
+    meta = final["meta_info"]
+    reason = meta["finish_reason"]["type"]
+    if reason not in ("stop", "length", "abort"):
+        raise RunError(f"a response ended for an unknown reason: {meta['finish_reason']}")
+    ids = list(final["output_ids"])
+    log_probs = [float(entry[0]) for entry in meta.get("output_token_logprobs") or []]
+    if cut is not None:
+        return Answer(key, ids[:cut], log_probs[:cut], "stop", version)
+    if reason == "abort" and ids and ids[-1] in ends:  # it was just done
+        reason = "stop"
+    return Answer(key, ids, log_probs, reason, version)
