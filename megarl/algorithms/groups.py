@@ -23,7 +23,10 @@ class Groups:
         names = group_B.tolist() if isinstance(group_B, Tensor | np.ndarray) else list(group_B)
         if len(names) != len(counts_B):
             raise ValueError(f"group_B names {len(names)} samples, the rewards are for {len(counts_B)}")
-        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        try:
+            numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        except TypeError as error:
+            raise ValueError(f"group_B holds what cannot name a group: {error}") from error
         # Hashing is Python's work; mapped in C it costs half a millisecond for 8192 samples.
         index_B = torch.from_numpy(np.fromiter(map(numbers.__getitem__, names), np.int64, len(names)))
         self.names = names

@@ -89,6 +89,7 @@ class Standing:
             out_RT.copy_(moved.view_as(out_RT))
 
 
+@torch.no_grad()
 def over_tokens(
     formula: Callable[..., Sequence[Tensor]], inputs_BT: Sequence[Tensor], mask_BT: Tensor, outputs: int = 1
 ) -> list[Tensor]:

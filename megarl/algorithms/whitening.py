@@ -9,14 +9,17 @@ from megarl.algorithms.masking import as_mask, working
 from megarl.algorithms.rows import masked_sums, row_blocks, unmasked
 
 
-def masked_whiten(values_BT: Tensor, mask_BT: Tensor, *, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:
+@torch.no_grad()
+def masked_whiten(
+    values_BT: Tensor, mask_BT: Tensor, *, shift_mean: bool = True, eps: float = 1e-8, out_BT: Tensor | None = None
+) -> Tensor:
     """(x - mean) / sqrt(var + eps) over all unmasked places, the variance with n - 1; 0 where masked.
 
     shift_mean False: the mean is added back. Exactly 0 (the mean, where it is added back) when all values are equal, and for
-    a single one.
+    a single one. out_BT: where to write the result, may be values_BT itself.
     """
     mask_BT, values_BT = as_mask(mask_BT), working(values_BT)
-    result_BT = torch.empty_like(values_BT, memory_format=torch.contiguous_format)
+    result_BT = torch.empty_like(values_BT, memory_format=torch.contiguous_format) if out_BT is None else out_BT
     if not values_BT.numel():
         return result_BT
     count = unmasked(mask_BT).to(values_BT.dtype).sum()

@@ -107,3 +107,24 @@ def test_a_name_is_registered_once() -> None:
     with pytest.raises(ValueError, match="'grpo' is registered already"):
         advantage("grpo")(other)  # type: ignore[type-var]
     assert "grpo" in advantage.names
+
+
+def test_what_a_function_needs() -> None:
+    assert advantage.required("grpo") == ("reward_BT", "mask_BT", "group_B")
+    assert advantage.required("gae") == ("reward_BT", "mask_BT", "values_BT")
+    assert advantage.required("remax") == ("reward_BT", "mask_BT", "baseline_B")
+
+
+def test_options_are_keywords_of_the_function(own_module: str) -> None:
+    assert set(advantage.options("grpo_passk")) == {"k", "normalize_std", "singleton", "eps"}
+    advantage.check_options("grpo_passk", {"k": 4, "eps": 1e-4})
+    advantage.check_options(f"{own_module}.open_to_all", {"anything": 1})
+    cases = {
+        ("grpo_passk", "singelton"): "'grpo_passk' has no option 'singelton'; did you mean 'singleton'",
+        ("grpo", "temperature"): "'grpo' has no option 'temperature'. Its options are normalize_std, singleton, eps",
+        (f"{own_module}.half", "k"): "has no option 'k'. It has no options",
+        ("gae", "values_BT"): "'gae': 'values_BT' is data that the trainer gives, not an option",
+    }
+    for (name, option), message in cases.items():
+        with pytest.raises(ValueError, match=message):
+            advantage.check_options(name, {option: 1})

@@ -84,3 +84,8 @@ def spread(advantage_B: Tensor, mask_BT: Tensor) -> Advantage:
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
         raise ValueError(f"{name} is {value!r}; it may be {', '.join(map(repr, choices))}")
+
+
+def check_fraction(name: str, value: float) -> None:
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} is {value}; it must lie in 0..1")

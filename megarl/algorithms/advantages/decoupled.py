@@ -43,12 +43,12 @@ def gdpo(
     groups = Groups(group_B, length_B > 0)
     if reward_parts_BK.dim() != 2 or len(reward_parts_BK) != len(mask_BT):
         raise ValueError(f"reward_parts_BK is {tuple(reward_parts_BK.shape)}; it must be ({len(mask_BT)}, K)")
-    parts_KB = torch.where(groups.counts_B, working(reward_parts_BK).T, 0.0)
+    # In float64: rewards that cancel leave rounding noise, which the batch's normalisation would make 10,000 times larger.
+    parts_KB = torch.where(groups.counts_B, reward_parts_BK.double().T, 0.0)
     weight_K = [1.0] * len(parts_KB) if weights is None else list(weights)
     if len(weight_K) != len(parts_KB):
         raise ValueError(f"weights has {len(weight_K)} numbers, there are {len(parts_KB)} rewards a sample")
-    advantage_B, score_B = torch.zeros_like(length_B), torch.zeros_like(length_B)
-    advantage_B, score_B = advantage_B.to(parts_KB.dtype), score_B.to(parts_KB.dtype)
+    advantage_B, score_B = (torch.zeros_like(length_B, dtype=torch.float64) for _ in range(2))
     equal_B = torch.ones_like(groups.counts_B)
     for k, (weight, part_B) in enumerate(zip(weight_K, parts_KB, strict=True)):
         check_finite(f"reward {k}", part_B, groups)
@@ -63,4 +63,4 @@ def gdpo(
         whitened_B = weighted_whiten(advantage_B, length_B if whiten == "token" else groups.counts_B.float())
         keep_B = groups.alone_B & (singleton == "score") | ~equal_B
         advantage_B = torch.where(keep_B, whitened_B, 0.0)
-    return spread(advantage_B, mask_BT)
+    return spread(advantage_B.to(working(reward_parts_BK).dtype), mask_BT)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megarl.algorithms.advantages.base import Advantage, advantage, check_finite, check_shape, scores
+from megarl.algorithms.advantages.base import Advantage, advantage, check_finite, check_fraction, check_shape, scores
 from megarl.algorithms.masking import as_mask
 from megarl.algorithms.rows import masked_sums
 from megarl.algorithms.scan import decaying_sum, over_tokens
@@ -27,6 +27,8 @@ def gae(
     Observation tokens in the middle of a response are skipped: value and advantage carry over them undiscounted.
     whiten: the advantages, not the returns, get mean 0 and standard deviation 1 over the batch's tokens.
     """
+    check_fraction("gamma", gamma)
+    check_fraction("lam", lam)
     mask_BT = as_mask(mask_BT)
     check_shape("values_BT", values_BT, mask_BT)
     check_finite("score", scores(reward_BT, mask_BT))
@@ -39,4 +41,6 @@ def gae(
         return advantages, advantages + value
 
     advantages_BT, returns_BT = over_tokens(formula, (reward_BT, values_BT), mask_BT, outputs=2)
-    return Advantage(masked_whiten(advantages_BT, mask_BT) if whiten else advantages_BT, returns_BT)
+    if whiten:
+        masked_whiten(advantages_BT, mask_BT, out_BT=advantages_BT)
+    return Advantage(advantages_BT, returns_BT)

@@ -7,7 +7,15 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from megarl.algorithms.advantages.base import Advantage, advantage, check_finite, grouped, scores, spread
+from megarl.algorithms.advantages.base import (
+    Advantage,
+    advantage,
+    check_finite,
+    check_fraction,
+    grouped,
+    scores,
+    spread,
+)
 from megarl.algorithms.masking import as_mask, working
 from megarl.algorithms.rows import any_unmasked, unmasked
 from megarl.algorithms.scan import decaying_sum, discounted_sums, over_tokens
@@ -22,6 +30,7 @@ def reinforce_plus_plus(reward_BT: Tensor, mask_BT: Tensor, *, gamma: float = 1.
 
     The return carries over observation tokens in the middle of a response undiscounted. whiten False: A_t = G_t.
     """
+    check_fraction("gamma", gamma)
     check_finite("score", scores(reward_BT, mask_BT))
     returns_BT = discounted_sums(reward_BT, mask_BT, gamma)
     return Advantage(masked_whiten(returns_BT, mask_BT) if whiten else returns_BT, returns_BT)
