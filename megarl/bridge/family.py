@@ -37,6 +37,7 @@ class Dims:
     nope_dim: int = 0  # of a head's query and key: the part without, and the part with positions
     rope_dim: int = 0
     v_dim: int = 0
+    labels: int = 0  # scores of a head in the output layer's place
 
     @property
     def q(self) -> int:

@@ -229,15 +229,17 @@ def save_hf(
     dtype: torch.dtype,
     overwrite: bool = False,
     shard_bytes: int = SHARD_BYTES,
+    changes: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Writes a Hugging Face folder: `tensors` (exactly those of `shapes`) as `dtype`, everything else from `source`.
+    """Writes a Hugging Face folder: `tensors` (exactly those of `shapes`) as `dtype`, everything else from `source`; `changes`
+    are fields of config.json.
 
     It is written aside and renamed. Raises UserError where `folder` exists, RunError where the disk does not take it.
     """
     target, origin = Path(folder), Path(source)
     try:
         with new_folder(target, overwrite=overwrite) as building:
-            copy_companions(origin, building, dtype)
+            copy_companions(origin, building, dtype, changes or {})
             with HFWriter(building, shapes, dtype, shard_bytes) as writer:
                 for name, tensor in tensors:
                     writer.write(name, tensor)
@@ -246,9 +248,9 @@ def save_hf(
     return target
 
 
-def copy_companions(source: Path, folder: Path, dtype: torch.dtype) -> None:
-    """config.json (its dtype brought up to date), tokenizer, chat template and generation config."""
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+def copy_companions(source: Path, folder: Path, dtype: torch.dtype, changes: Mapping[str, Any]) -> None:
+    """config.json (its dtype brought up to date, and with `changes`), tokenizer, chat template and generation config."""
+    config = json.loads((source / "config.json").read_text(encoding="utf-8")) | dict(changes)
     # transformers 5 writes `dtype`, transformers 4 `torch_dtype`; each reads the other's.
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     config[key] = str(dtype).removeprefix("torch.")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.bridge.family import Dims, Family, Rule, Stage, find_family
+from megarl.bridge.heads import Head, body
 from megarl.bridge.hf_config import Rope, check_fields, read_config, read_dims, read_rope
 from megarl.bridge.layout import Copy, Cut, Join, Shape, Split, Standing, Where, interleaved_by_group, uncovered
 from megarl.errors import UserError
@@ -153,12 +154,17 @@ class ModelMap:
             self.prove(tp_size, tp_size if dims.expert_ffn % tp_size == 0 else 1)
 
     @classmethod
-    def from_hf(cls, source: Mapping[str, Any] | str | Path) -> ModelMap:
-        """From a Hugging Face folder, or from its config.json as a dict. Raises UserError for what cannot be mapped."""
+    def from_hf(cls, source: Mapping[str, Any] | str | Path, head: Head | None = None) -> ModelMap:
+        """From a Hugging Face folder, or from its config.json as a dict; with a score head in the place of its output layer where
+        one is given. Raises UserError for what cannot be mapped."""
         config = source if isinstance(source, Mapping) else read_config(Path(source))
+        if head is not None:
+            config = body(config)
         family = find_family(config)
         check_fields(family, config)
         dims = read_dims(family, config)
+        if head is not None:
+            family, dims = head.on(family, dims)
         try:
             rope = read_rope(
                 config, latent=family.latent, default_base=float(family.defaults.get("rope_theta", 10000.0))

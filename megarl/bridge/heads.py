@@ -1,0 +1,90 @@
+"""Heads that score instead of predicting tokens: they stand in a model where its output layer would.
+
+    checkpoint of a …             names of its head
+    causal language model         none: a critic's head is made fresh
+    sequence classification       score.weight (K, hidden)
+    token classification          score.weight (K, hidden), score.bias (K)
+    trl's model with value head   v_head.summary.weight (1, hidden), v_head.summary.bias (1), beside a whole language model,
+                                  whose own names may begin with `pretrained_model.`
+
+In the map and in what is exported, a head is `score`: of sequence classification without a bias, of token classification with one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megarl.bridge.family import Dims, Family, Rule, find_family
+
+WEIGHT, BIAS = "score.weight", "score.bias"
+# Under which names checkpoints hold the two, the first that is there counts.
+STORED = {
+    WEIGHT: ("v_head.summary.weight", "score.weight"),
+    BIAS: ("v_head.summary.bias", "score.bias"),
+}
+PREFIX = "pretrained_model."  # of a body that trl wrapped
+_OUTPUT = "output_layer.weight"  # Megatron's name of what a head replaces
+_BODY, _WITHOUT_BIAS, _WITH_BIAS = "ForCausalLM", "ForSequenceClassification", "ForTokenClassification"
+# Of config.json: dropout before the head, which is left out here, and whether there is a bias, which the weights tell.
+_OWN_FIELDS = frozenset({"classifier_dropout", "token_classification_bias", "num_labels"})
+
+
+@dataclass(frozen=True)
+class Head:
+    """A linear layer from the last hidden state to `labels` scores."""
+
+    labels: int = 1
+    bias: bool = False
+    fresh: bool = False  # the checkpoint has none (that fits): its weights are drawn
+    std: float = 0.0  # of a fresh one's weights, from a normal distribution; 0: all scores begin at 0
+    seed: int = 0  # of a fresh one's weights
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its tensors, by the checkpoint's names."""
+        return (WEIGHT, BIAS) if self.bias else (WEIGHT,)
+
+    def shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        return {WEIGHT: (self.labels, hidden)} | ({BIAS: (self.labels,)} if self.bias else {})
+
+    def on(self, family: Family, dims: Dims) -> tuple[Family, Dims]:
+        """The family with this head for its output layer, and the sizes with its labels."""
+        rules = tuple(rule for rule in family.rules if rule.megatron != _OUTPUT)
+        own = {WEIGHT: "labels hidden", BIAS: "labels"}
+        added = tuple(Rule({name: own[name]}, megatron_name(name), stage="last") for name in self.names)
+        return replace(family, rules=(*rules, *added)), replace(dims, labels=self.labels)
+
+    def exported(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Fields of config.json that make of a body's configuration one of the model with this head, as transformers reads it."""
+        base = find_family(body(config)).architecture.removesuffix(_BODY)
+        labels = {str(number): f"LABEL_{number}" for number in range(self.labels)}
+        return {
+            "architectures": [base + (_WITH_BIAS if self.bias else _WITHOUT_BIAS)],
+            "id2label": labels,
+            "label2id": {label: int(number) for number, label in labels.items()},
+        }
+
+
+def megatron_name(name: str) -> str:
+    """score.weight is score_head.weight."""
+    return name.replace("score.", "score_head.")
+
+
+def body(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json of the language model that a head stands on. Nothing is tied: there is no output layer."""
+    kept = {key: value for key, value in config.items() if key not in _OWN_FIELDS}
+    base = _base(config)
+    named = {"architectures": [base + _BODY]} if base else {}
+    return {**kept, **named, "tie_word_embeddings": False}
+
+
+def _base(config: Mapping[str, Any]) -> str:
+    """Qwen3ForSequenceClassification is Qwen3, what names no architecture is nothing."""
+    named = config.get("architectures") or [""]
+    first = named[0] if isinstance(named, list) and isinstance(named[0], str) else ""
+    for ending in (_WITHOUT_BIAS, _WITH_BIAS, _BODY):
+        if first.endswith(ending):
+            return first.removesuffix(ending)
+    return first
