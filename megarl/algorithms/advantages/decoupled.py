@@ -27,7 +27,7 @@ def gdpo(
     singleton: str = "zero",
     eps: float = 1e-6,
 ) -> Advantage:
-    """Decoupled normalisation of K rewards (arXiv:2601.05242, sec. 3): with r_ik reward k of sample i and its group's statistics,
+    """Decoupled normalisation of K rewards (arXiv:2601.05242): with r_ik reward k of sample i and its group's statistics,
 
         a_i = sum_k w_k (r_ik - mean_gk) / (std_gk + eps),   A_i = (a_i - mean(a)) / sqrt(var(a) + 1e-8)
 

@@ -54,7 +54,7 @@ def rloo(reward_BT: Tensor, mask_BT: Tensor, group_B: Sequence[Hashable], *, sin
 @advantage("opo")
 def opo(reward_BT: Tensor, mask_BT: Tensor, group_B: Sequence[Hashable], *, singleton: str = "zero") -> Advantage:
     """Baseline weighted by length: A_i = s_i - sum_j l_j s_j / sum_j l_j over the group, l_j the unmasked tokens of j
-    (arXiv:2505.23585, sec. 3: the baseline of least variance where a gradient's norm grows with the length)."""
+    (arXiv:2505.23585: the baseline of least variance where a gradient's norm grows with the length)."""
     mask_BT, score_B, groups = grouped(reward_BT, mask_BT, group_B)
     advantage_B = groups.centred(score_B, weight_B=unmasked(mask_BT).to(score_B.dtype))
     return spread(groups.where_alone(singleton, score_B, advantage_B), mask_BT)
@@ -70,10 +70,11 @@ def gpg(
     scale: str = "scores",
     f_norm: float = 1.0,
 ) -> Advantage:
-    """A_i = alpha (s_i - mean_g) / f_norm, alpha making up for samples that carry no gradient (arXiv:2504.02546, sec. 2).
+    """A_i = alpha (s_i - mean_g) / f_norm, alpha making up for samples that carry no gradient (arXiv:2504.02546).
 
     scale "scores" (as verl): alpha = samples / samples whose score is not 0; "groups" (as the paper): alpha =
-    samples / samples in groups whose scores differ. alpha is 1 where that would divide by 0: all advantages are 0 then.
+    samples / samples in groups whose scores differ. The divisor is at least 1. A sample alone in its group that keeps its score
+    is scaled like all others.
     """
     check_choice("scale", scale, ("scores", "groups"))
     if not f_norm:
@@ -99,7 +100,7 @@ def group_norm(
 ) -> Advantage:
     """A_i = (s_i - mean) / (std + eps), mean and std (with n - 1) each of the "group", the "batch", or "none": 0 and 1.
 
-    Group and batch: LitePPO (arXiv:2508.08221, sec. 4); group and group: GRPO; group and none: Dr.GRPO; group and none with
+    Group and batch: LitePPO (arXiv:2508.08221); group and group: GRPO; group and none: Dr.GRPO; group and none with
     leave_one_out: RLOO; batch and batch: REINFORCE with a normalised score. The std of the batch is that of its scores.
     leave_one_out: the mean is of the others at its level, A_i = n / (n - 1) (s_i - mean) / (std + eps).
     A std of exactly 0 says that nothing differs: the advantage is 0. A sample alone at a level: see singleton.

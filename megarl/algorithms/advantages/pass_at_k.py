@@ -26,7 +26,7 @@ def grpo_passk(
     the one best sample gets (s_max - s_second) / (std_g + eps), all others 0 (arXiv:2503.19595). This is the default: it needs no
     k, and it is what the name means elsewhere.
 
-    k a number: every subset of k samples is a try, in closed form (arXiv:2508.10751, sec. 2.4, there for scores of 0 and 1, here
+    k a number: every subset of k samples is a try, in closed form (arXiv:2508.10751, there for scores of 0 and 1, here
     for any). With S drawn from all subsets of size k:
         A_i = (E[max S | i in S] - E[max S]) / (std[max S] + eps)
     For 0 and 1, with N- samples of 0: E[max S] = 1 - C(N-, k) / C(n, k). k = 1 is GRPO (its std with n).

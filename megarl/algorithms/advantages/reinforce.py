@@ -24,7 +24,7 @@ from megarl.algorithms.whitening import masked_whiten, weighted_whiten
 
 @advantage("reinforce_plus_plus")
 def reinforce_plus_plus(reward_BT: Tensor, mask_BT: Tensor, *, gamma: float = 1.0, whiten: bool = True) -> Advantage:
-    """Discounted returns, whitened over the batch's tokens (arXiv:2501.03262, sec. 3):
+    """Discounted returns, whitened over the batch's tokens (arXiv:2501.03262):
 
         G_t = r_t + gamma G_n, n the next unmasked token;   A_t = (G_t - mean(G)) / sqrt(var(G) + 1e-8)
 
@@ -46,7 +46,7 @@ def reinforce_plus_plus_baseline(
     whiten: bool = True,
 ) -> Advantage:
     """a_i = s_i - mean_g, then whitened over the batch's tokens: A_i = (a_i - mean(a)) / sqrt(var(a) + 1e-8), each sample
-    counted once a token (arXiv:2501.03262, sec. 3.3).
+    counted once a token (arXiv:2501.03262).
 
     A group of equal scores has A exactly 0, not the batch's -mean / std. singleton "score": a_i of a sample alone in its group
     is s_i, whitened like all others; "zero": A_i is 0.
@@ -62,7 +62,7 @@ def reinforce_plus_plus_baseline(
 
 @advantage("remax")
 def remax(reward_BT: Tensor, mask_BT: Tensor, baseline_B: Tensor) -> Advantage:
-    """A_t = sum_{s >= t} r_s - b_i, b_i the score of the greedy answer to the same prompt (arXiv:2310.10505, sec. 4).
+    """A_t = sum_{s >= t} r_s - b_i, b_i the score of the greedy answer to the same prompt (arXiv:2310.10505).
 
     Both are masked: a sample with no unmasked token needs no baseline. returns_BT is the sum without the baseline.
     """

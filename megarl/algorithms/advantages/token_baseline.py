@@ -25,7 +25,7 @@ def optimal_token_baseline(
     singleton: str = "zero",
     eps: float = 1e-8,
 ) -> Advantage:
-    """A_t = G_t - B_t, the baseline of least variance at each token (arXiv:2602.07078, sec. 4):
+    """A_t = G_t - B_t, the baseline of least variance at each token (arXiv:2602.07078):
 
         B_t = sum_j (W_jt + eps) G_jt / sum_j (W_jt + eps) over the group's trajectories that have a t-th token,
         G_t = sum_{s >= t} r_s,   W_t = sum_{s <= t} w_s,   w_s = 1 - 2 p_s + sum_v p_v^2 at s
