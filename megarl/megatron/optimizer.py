@@ -3,80 +3,288 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.optimizer import OptimizerConfig, ParamKey, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer_config import ParamPredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megarl.config import schema
+from megarl.bridge.model_map import ModelMap, Parameter
+from megarl.errors import ConfigError
+from megarl.megatron import parameter_groups
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float8": torch.uint8,  # Transformer Engine's FusedAdam holds float8 as bytes with one scale a tensor
+}
+# What FusedAdam takes (transformer_engine/pytorch/optimizers/fused_adam.py), and Megatron for the gradients.
+STATE_DTYPES = {
+    "main_params_dtype": ("float32", "float16"),
+    "main_grads_dtype": ("float32", "bfloat16"),
+    "exp_avg_dtype": ("float32", "bfloat16", "float16", "float8"),
+    "exp_avg_sq_dtype": ("float32", "bfloat16", "float16", "float8"),
+}
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """AdamW, its schedule, its parameter groups, and where and how finely its states are kept."""
+
+    lr: float = 1e-6
+    min_lr: float = 0.0
+    schedule: str = "constant"  # constant, linear, cosine, wsd
+    warmup_steps: int = 0
+    wsd_decay_steps: int | None = None  # wsd: the last updates, in which the learning rate falls; None: a tenth of all
+    wsd_decay: str = "linear"  # wsd: how it falls: linear, cosine, exponential, minus_sqrt
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    clip_grad: float = 1.0
+    distributed: bool = True
+    frozen: Sequence[str] = ()
+    lr_multipliers: Mapping[str, float] = field(default_factory=dict)
+    layer_lr_decay: float = 1.0
+    main_params_dtype: str = "float32"
+    main_grads_dtype: str = "float32"
+    exp_avg_dtype: str = "float32"
+    exp_avg_sq_dtype: str = "float32"
+    cpu_offload: float = 0.0  # the part of the parameters whose states live, and whose update runs, on the CPU
+
+    @classmethod
+    def of(cls, settings: Any) -> OptimizerSettings:
+        """From the configuration's section, by the names of its fields; a field that it lacks keeps its default."""
+        known = {f.name: getattr(settings, f.name) for f in fields(cls) if hasattr(settings, f.name)}
+        return cls(**known)
+
+    @property
+    def precision_aware(self) -> bool:
+        """Whether Megatron's precision-aware optimizer is asked for; its code also carries the CPU offload."""
+        return self.cpu_offload > 0 or any(getattr(self, name) != "float32" for name in STATE_DTYPES)
+
+    def sharded(self, ranks: int) -> bool:
+        """Whether states are sharded over the `ranks` that share gradients. Over a single one that would only copy everything
+        once more, but the precision-aware optimizer exists in no other form."""
+        return self.precision_aware or (self.distributed and ranks > 1)
+
+    def decay_steps(self, total_updates: int) -> int:
+        """Updates in which WSD's learning rate falls."""
+        return max(1, total_updates // 10) if self.wsd_decay_steps is None else self.wsd_decay_steps
+
+
+def problems(
+    settings: OptimizerSettings,
+    *,
+    dtype: str,
+    total_updates: int,
+    where: str = "actor.optimizer",
+    cuda: bool | None = None,
+    fused_adam: bool | None = None,
+) -> list[str]:
+    """What cannot work, a sentence each with what would; empty: nothing. `cuda`, `fused_adam` None: as this machine is.
+
+    Everything in float32 runs anywhere. States below float32 need Transformer Engine's FusedAdam, which needs CUDA. The CPU
+    offload needs CUDA, because on a machine without it the states are in CPU memory already (Megatron's
+    HybridDeviceOptimizer then has nothing to copy from and fails in its first step), and Transformer Engine, because Megatron
+    has it as a part of the precision-aware optimizer.
+    """
+    cuda = torch.cuda.is_available() if cuda is None else cuda
+    fused_adam = has_fused_adam() if fused_adam is None else fused_adam
+    found = []
+    room, decay = total_updates - settings.warmup_steps, settings.decay_steps(total_updates)
+    if settings.schedule == "wsd" and decay > room:
+        found.append(
+            f"{where}.wsd_decay_steps is {decay}, but of {total_updates} updates only {max(room, 0)} follow the "
+            f"{settings.warmup_steps} of the warm-up; set it to at most {max(room, 0)} or shorten the warm-up"
+        )
+    for name, legal in STATE_DTYPES.items():
+        value = getattr(settings, name)
+        if value not in legal:
+            found.append(f"{where}.{name} is {value}; it must be one of {', '.join(legal)}")
+    if settings.main_params_dtype != "float32" and dtype == "float32":
+        found.append(
+            f"{where}.main_params_dtype={settings.main_params_dtype} is about the master copies of bfloat16 weights, and "
+            f"model.dtype=float32 has none; set it to float32"
+        )
+    if not settings.precision_aware:
+        return found
+    low = [f"{where}.{name}={getattr(settings, name)}" for name in STATE_DTYPES if getattr(settings, name) != "float32"]
+    if settings.cpu_offload > 0 and low:
+        found.append(
+            f"{where}.cpu_offload keeps the optimizer states of the CPU in float32, so it excludes {', '.join(low)}; "
+            f"set one or the other"
+        )
+    if settings.cpu_offload > 0 and not cuda:
+        found.append(
+            f"{where}.cpu_offload={settings.cpu_offload:g} moves optimizer states from a GPU to CPU memory, and this machine "
+            f"has no CUDA: they are in CPU memory already; set it to 0"
+        )
+    elif settings.cpu_offload > 0 and not fused_adam:
+        found.append(
+            f"{where}.cpu_offload={settings.cpu_offload:g} is part of Megatron's precision-aware optimizer, which needs "
+            f"Transformer Engine 2.1 or newer; install it, or set cpu_offload to 0"
+        )
+    if low and not (cuda and fused_adam):
+        lack = "no CUDA" if not cuda else "no Transformer Engine (2.1 or newer)"
+        found.append(
+            f"{', '.join(low)} needs Transformer Engine's FusedAdam on a GPU, and this machine has {lack}; set float32, "
+            f"which runs everywhere"
+        )
+    return found
+
+
+def has_fused_adam() -> bool:
+    """Whether Transformer Engine is there with an Adam of low-precision states."""
+    try:
+        from megatron.core.utils import is_te_min_version
+        from transformer_engine.pytorch.optimizers import FusedAdam
+    except ImportError:
+        return False
+    return FusedAdam is not None and is_te_min_version("2.1.0")
 
 
 class UpdateResult(NamedTuple):
     applied: bool  # False: the gradient was not finite and nothing was changed
     grad_norm: float  # L2 norm over all parameters, before clipping
-    lr: float  # that this update used
+    lr: float  # that this update used, before multipliers
 
 
-def data_parallel(config: TransformerConfig, model: torch.nn.Module, sharded: bool) -> DistributedDataParallel:
-    """Gradients in float32 buffers, summed (never averaged) over the data-parallel ranks; `sharded`: so that each rank ends
-    with its part of the sum (distributed optimizer)."""
+def learning(
+    chunks: Sequence[torch.nn.Module],
+    parameters: Iterable[tuple[Parameter, torch.Tensor]],
+    model_map: ModelMap,
+    config: TransformerConfig,
+    settings: Any,
+    *,
+    dtype: str,
+    ranks: int,
+    total_updates: int,
+    fp8_params: bool = False,
+) -> tuple[list[DistributedDataParallel], Optimizer]:
+    """Make a loaded model one that learns: freeze what the settings freeze, put gradients into buffers, build the optimizer.
+
+    Args:
+        chunks: this rank's model chunks, in order.
+        parameters: all their parameters with the bridge's description of each.
+        settings: `OptimizerSettings`, or the section of the configuration.
+        ranks: how many ranks share gradients (data parallel × context parallel).
+
+    Raises ConfigError with every sentence of `problems`.
+    """
+    settings = OptimizerSettings.of(settings)
+    found = problems(settings, dtype=dtype, total_updates=total_updates)
+    if found or (found := parameter_groups.problems(model_map, settings.frozen, settings.lr_multipliers)):
+        raise ConfigError(found)
+    frozen = parameter_groups.frozen(model_map, settings.frozen)
+    scales = parameter_groups.lr_scales(model_map, settings.lr_multipliers, settings.layer_lr_decay)
+    scale_of = {}
+    for parameter, tensor in parameters:
+        if parameter.name in frozen:
+            tensor.requires_grad_(
+                False
+            )  # before the buffers are made: it gets no place in them, and no optimizer state
+        else:
+            scale_of[tensor] = scales[parameter.name]
+    if frozen and config.recompute_granularity == "full":
+        _keep_recomputed_gradients(chunks)
+    wrapped = [
+        data_parallel(
+            config,
+            chunk,
+            settings.sharded(ranks),
+            float32_gradients=settings.main_grads_dtype == "float32",
+            fp8_params=fp8_params,
+            first=index == 0,
+        )
+        for index, chunk in enumerate(chunks)
+    ]
+    return wrapped, Optimizer(wrapped, settings, dtype, total_updates, scale_of=scale_of, fp8_recipe=_recipe(config))
+
+
+def _keep_recomputed_gradients(chunks: Sequence[torch.nn.Module]) -> None:
+    """Megatron's recomputation asks a layer's input, not its parameters, whether there is a gradient to compute. Behind a frozen
+    embedding no input would say so, and the layers' gradients would silently be zero."""
+
+    def ask(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output
+
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, LanguageModelEmbedding):
+                module.register_forward_hook(ask)
+
+
+def data_parallel(
+    config: TransformerConfig,
+    model: torch.nn.Module,
+    sharded: bool,
+    *,
+    float32_gradients: bool = True,
+    fp8_params: bool = False,
+    first: bool = True,
+) -> DistributedDataParallel:
+    """Gradients in buffers (float32 unless told otherwise), summed (never averaged) over the data-parallel ranks; `sharded`: so
+    that each rank ends with its part of the sum (distributed optimizer). `first`: the first chunk of the rank."""
     return DistributedDataParallel(
         config,
-        DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded),
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=float32_gradients, use_distributed_optimizer=sharded, fp8_param_gather=fp8_params
+        ),
         model,
+        disable_bucketing=not first,
     )
 
 
 class Optimizer:
     """AdamW with float32 master weights; weight decay spares biases and norms. The schedule counts updates.
 
-    Learning rate at update k (from 0), warm-up w: lr·(k+1)/(w+1) while k < w, then constant, linear or cosine to `min_lr` at
-    `total_updates`.
+    Learning rate at update k (from 0) of N, warm-up w: lr·(k+1)/(w+1) while k < w, then constant, or with m = min_lr:
+
+        linear    m + (lr - m)·(1 - x)                     x = (k - w) / (N - w)
+        cosine    m + (lr - m)·(1 + cos πx) / 2
+        wsd       lr until update N - d, then m + (lr - m)·f(y), y = (k - N + d) / d, over the last d updates; f is
+                  1 - y (linear), (1 + cos πy)/2 (cosine), 2·0.5^y - 1 (exponential), 1 - √y (minus_sqrt)
+                  (warm-up, stable, decay: arXiv:2404.06395, sec. 4)
+
+    times the parameter's own factor (`scale_of`, by tensor; missing: 1).
     """
 
     def __init__(
-        self, model: DistributedDataParallel, settings: schema.OptimizerConfig, dtype: str, total_updates: int
+        self,
+        models: DistributedDataParallel | Sequence[DistributedDataParallel],
+        settings: Any,
+        dtype: str,
+        total_updates: int,
+        *,
+        scale_of: Mapping[torch.Tensor, float] | None = None,
+        fp8_recipe: str | None = None,
     ):
+        chunks = [models] if isinstance(models, DistributedDataParallel) else list(models)
+        settings = OptimizerSettings.of(settings)
         self.clip = settings.clip_grad
         config = OptimizerConfig(
-            optimizer="adam",
-            lr=settings.lr,
-            min_lr=settings.min_lr,
-            weight_decay=settings.weight_decay,
-            adam_beta1=settings.beta1,
-            adam_beta2=settings.beta2,
-            adam_eps=settings.eps,
-            clip_grad=settings.clip_grad,
-            bf16=dtype == "bfloat16",
-            params_dtype=torch.bfloat16 if dtype == "bfloat16" else torch.float32,
-            use_distributed_optimizer=model.ddp_config.use_distributed_optimizer,
+            **megatron_fields(settings, dtype, chunks[0].ddp_config.use_distributed_optimizer, fp8_recipe)
         )
-        self.inner = get_megatron_optimizer(config, [model], config_overrides=get_standard_config_overrides(config))
+        overrides = get_standard_config_overrides(config) | _scale_overrides(scale_of or {})
+        self.inner = get_megatron_optimizer(config, chunks, config_overrides=overrides)
         if not torch.cuda.is_available():
             for group in self.inner.param_groups:
                 group["fused"] = True  # one pass over memory instead of a dozen: three times as fast on CPU
-        warmup = settings.warmup_steps
-        self.schedule = OptimizerParamScheduler(
-            self.inner,
-            init_lr=settings.lr / (warmup + 1),
-            max_lr=settings.lr,
-            min_lr=settings.min_lr if settings.schedule != "constant" else settings.lr,
-            lr_warmup_steps=warmup,
-            lr_decay_steps=max(total_updates, warmup + 1),
-            lr_decay_style=settings.schedule,
-            start_wd=settings.weight_decay,
-            end_wd=settings.weight_decay,
-            wd_incr_steps=max(total_updates, 1),
-            wd_incr_style="constant",
-        )
+        self.schedule = _schedule(self.inner, settings, total_updates)
 
     @property
     def lr(self) -> float:
-        return float(max(group["lr"] for group in self.inner.param_groups))
+        """Of the next update, before multipliers."""
+        return float(self.schedule.get_lr({}))
 
     @torch.no_grad()
     def update(self) -> UpdateResult:
@@ -91,7 +299,82 @@ class Optimizer:
             for part in getattr(self.inner, "chained_optimizers", [self.inner]):
                 parameters = part.get_parameters()
                 if parameters:
-                    clip_grad_by_total_norm_fp32(parameters, max_norm=self.clip, total_norm=norm)
+                    clip_grad_by_total_norm_fp32(
+                        parameters,
+                        max_norm=self.clip,
+                        total_norm=norm,
+                        use_decoupled_grad=part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+                    )
         applied = bool(self.inner.step_with_ready_grads())
         self.schedule.step(1)
         return UpdateResult(applied, norm, lr)
+
+
+def megatron_fields(
+    settings: OptimizerSettings, dtype: str, sharded: bool, fp8_recipe: str | None = None
+) -> dict[str, Any]:
+    """Arguments of Megatron's OptimizerConfig."""
+    result: dict[str, Any] = {
+        "optimizer": "adam",
+        "lr": settings.lr,
+        "min_lr": settings.min_lr,
+        "weight_decay": settings.weight_decay,
+        "adam_beta1": settings.beta1,
+        "adam_beta2": settings.beta2,
+        "adam_eps": settings.eps,
+        "clip_grad": settings.clip_grad,
+        "bf16": dtype == "bfloat16",
+        "params_dtype": DTYPES[dtype],
+        "use_distributed_optimizer": sharded,
+        "fp8_recipe": fp8_recipe,
+    }
+    if settings.precision_aware:
+        result["use_precision_aware_optimizer"] = True
+        result |= {name: DTYPES[getattr(settings, name)] for name in STATE_DTYPES}
+    if settings.cpu_offload > 0:
+        result |= {
+            "optimizer_cpu_offload": True,
+            "optimizer_offload_fraction": settings.cpu_offload,
+            "overlap_cpu_optimizer_d2h_h2d": True,
+        }
+    return result
+
+
+class _Schedule(OptimizerParamScheduler):
+    """Megatron's schedule, times the group's factor also in the warm-up (Megatron starts every group's at the same rate)."""
+
+    def get_lr(self, param_group: dict) -> float:
+        return float(param_group.get("lr_mult", 1.0) * super().get_lr({}))
+
+
+def _schedule(inner: Any, settings: OptimizerSettings, total_updates: int) -> _Schedule:
+    warmup = settings.warmup_steps
+    wsd = settings.schedule == "wsd"
+    return _Schedule(
+        inner,
+        init_lr=settings.lr / (warmup + 1),
+        max_lr=settings.lr,
+        min_lr=settings.min_lr if settings.schedule != "constant" else settings.lr,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=max(total_updates, warmup + 1),
+        lr_decay_style="WSD" if wsd else settings.schedule,
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
+        wd_incr_steps=max(total_updates, 1),
+        wd_incr_style="constant",
+        wsd_decay_steps=settings.decay_steps(total_updates) if wsd else None,
+        lr_wsd_decay_style=settings.wsd_decay if wsd else None,
+    )
+
+
+def _scale_overrides(scale_of: Mapping[torch.Tensor, float]) -> dict[ParamKey, dict[str, float]]:
+    """A parameter group for each factor. `lr_mult` is one of the names by which a checkpoint tells groups apart."""
+
+    def key(scale: float) -> ParamKey:
+        return ParamKey(predicate=ParamPredicate(f"lr times {scale!r}", lambda tensor: scale_of.get(tensor) == scale))
+
+    return {key(scale): {"lr_mult": scale} for scale in sorted(set(scale_of.values())) if scale != 1.0}
+
+
+def _recipe(config: TransformerConfig) -> str | None:
+    return config.fp8_recipe if config.fp8 else None
