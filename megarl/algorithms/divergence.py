@@ -1,38 +1,120 @@
-"""Estimates of KL(pi || pi_ref) from the log-probs of sampled tokens."""
+"""KL(pi || pi_ref): estimates from the log-probs of sampled tokens, and the exact value from logits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megarl.algorithms.masking import log_ratio
+from megarl.algorithms.masking import as_mask, log_ratio, working
 
 K3_LIMIT = 10.0  # k3 grows like exp(d): one token that the policy has all but given up must not own the loss
+_LOG_PROB_FLOOR = (
+    -1e4
+)  # stands for log 0, so that what the other distribution rules out costs much, not infinitely much
 
 
 def _k3(d_BT: Tensor) -> Tensor:
     return (torch.expm1(d_BT) - d_BT).clamp(0.0, K3_LIMIT)
 
 
-_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
-    "k1": torch.neg,
-    "abs": torch.abs,
-    "k2": lambda d_BT: d_BT.square() / 2,
-    "k3": _k3,
-}
+def _k2(d_BT: Tensor) -> Tensor:
+    return d_BT.square() / 2
+
+
+_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": torch.neg, "abs": torch.abs, "k2": _k2, "k3": _k3}
 _ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
-KL_ESTIMATORS = (*_ESTIMATORS, *_ALIASES)
+_PLAIN = (*_ESTIMATORS, *_ALIASES)
+KL_ESTIMATORS = (*_PLAIN, *(f"{name}+" for name in _PLAIN))
+DIRECTIONS = ("reverse", "forward")
 
 
 def kl(log_probs_BT: Tensor, ref_log_probs_BT: Tensor, mask_BT: Tensor, estimator: str = "k3") -> Tensor:
     """(B, T), 0 where masked, with d = log pi_ref - log pi within ±20 (http://joschu.net/blog/kl-approx.html):
 
     k1 ("kl") -d, unbiased; k2 ("mse") d^2 / 2; k3 ("low_var_kl") exp(d) - d - 1, never negative, at most 10; abs |d|.
-    ValueError on another estimator.
+    With a "+" (k1+, k3+, ...): that value with the gradient of k2, the only one of them whose expected gradient, over
+    samples of pi, is the gradient of the KL (arXiv:2506.09477). ValueError on another estimator.
     """
-    name = _ALIASES.get(estimator, estimator)
-    if name not in _ESTIMATORS:
-        raise ValueError(f"no KL estimator {estimator!r}; there are {', '.join(KL_ESTIMATORS)}")
-    return _ESTIMATORS[name](log_ratio(ref_log_probs_BT, log_probs_BT, mask_BT))
+    plain = estimator.removesuffix("+")
+    name = _ALIASES.get(plain, plain)
+    if estimator not in KL_ESTIMATORS:
+        hint = "; 'full' is from logits: full_kl" if plain == "full" else ""
+        raise ValueError(f"no KL estimator {estimator!r}; there are {', '.join(KL_ESTIMATORS)}{hint}")
+    d_BT = log_ratio(ref_log_probs_BT, log_probs_BT, mask_BT)
+    if plain == estimator or name == "k2":
+        return _ESTIMATORS[name](d_BT)
+    square_BT = _k2(d_BT)
+    return _ESTIMATORS[name](d_BT.detach()) + (square_BT - square_BT.detach())
+
+
+def full_kl(
+    logits_NV: Tensor,
+    ref_logits_NV: Tensor,
+    *,
+    temperature: float = 1.0,
+    direction: str = "reverse",
+    mask_N: Tensor | None = None,
+) -> Tensor:
+    """(N,) exact KL of each token's distributions p = softmax(logits / temperature) and q, the reference's, in nats.
+
+    direction "reverse": KL(p || q) = sum_v p (log p - log q), with d/dz = p (log p - log q - KL) / temperature;
+    "forward": KL(q || p) = sum_v q (log q - log p), with d/dz = (p - q) / temperature. The reference has no gradient.
+
+    For a chunk of N tokens: it holds a few tensors of the chunk's size while it runs and keeps none, so a caller that makes
+    the logits of one chunk at a time never has more. A log-prob counts as -1e4 at least. 0 where masked. ValueError on
+    another direction, a temperature that is not above 0, or shapes that differ.
+    """
+    if direction not in DIRECTIONS:
+        raise ValueError(f"direction is {direction!r}; it may be 'reverse', KL(pi || ref), or 'forward', KL(ref || pi)")
+    if not temperature > 0:
+        raise ValueError(f"temperature is {temperature}; it must be above 0")
+    if logits_NV.dim() != 2 or logits_NV.shape != ref_logits_NV.shape:
+        shapes = f"{tuple(logits_NV.shape)} and {tuple(ref_logits_NV.shape)}"
+        raise ValueError(f"logits_NV and ref_logits_NV are {shapes}; they must be one (tokens, vocabulary)")
+    values_N: Tensor = _FullKL.apply(logits_NV, ref_logits_NV, temperature, direction, mask_N)
+    return values_N
+
+
+class _FullKL(torch.autograd.Function):
+    """Keeps the logits that are there anyway, and makes the distributions again in the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_NV: Tensor, ref_logits_NV: Tensor, temperature: float, direction: str, mask_N: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(logits_NV, ref_logits_NV)
+        ctx.rest = (temperature, direction, mask_N)
+        return _divergence(logits_NV, ref_logits_NV, temperature, direction, mask_N)[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        logits_NV, ref_logits_NV = ctx.saved_tensors
+        temperature, direction, mask_N = ctx.rest
+        value_N, p_NV, other_NV = _divergence(logits_NV, ref_logits_NV, temperature, direction, mask_N)
+        reverse = direction == "reverse"
+        slope_NV = other_NV.sub_(value_N[:, None]).mul_(p_NV) if reverse else p_NV.sub_(other_NV)
+        slope_NV.mul_((grad_outputs[0] / temperature)[:, None])
+        if mask_N is not None:  # a product with 0 would let NaN through
+            slope_NV.masked_fill_(~as_mask(mask_N)[:, None], 0.0)
+        return slope_NV.to(logits_NV.dtype), None, None, None, None
+
+
+def _divergence(
+    logits_NV: Tensor, ref_logits_NV: Tensor, temperature: float, direction: str, mask_N: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(KL, p, log p - log q) where reversed, (KL, p, q) where forward."""
+    log_p_NV = torch.log_softmax(working(logits_NV) / temperature, -1).clamp_(min=_LOG_PROB_FLOOR)
+    log_q_NV = torch.log_softmax(working(ref_logits_NV) / temperature, -1).clamp_(min=_LOG_PROB_FLOOR)
+    if direction == "reverse":
+        gap_NV = log_q_NV.neg_().add_(log_p_NV)
+        p_NV = log_p_NV.exp_()
+        value_N, other_NV = torch.linalg.vecdot(p_NV, gap_NV), gap_NV
+    else:
+        q_NV = log_q_NV.exp()
+        value_N = torch.linalg.vecdot(q_NV, log_q_NV.sub_(log_p_NV))
+        p_NV, other_NV = log_p_NV.exp_(), q_NV
+    value_N = value_N.clamp_(min=0.0)  # rounding
+    return value_N if mask_N is None else torch.where(as_mask(mask_N), value_N, 0.0), p_NV, other_NV

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.aggregation import AGGREGATIONS, Denominators, aggregate
+from megarl.algorithms.bits import keep
 from megarl.algorithms.divergence import KL_ESTIMATORS, kl
-from megarl.algorithms.masking import as_mask, keep, log_ratio
+from megarl.algorithms.masking import as_mask
 from megarl.algorithms.policy_losses import PolicyLoss, policy_loss
+from megarl.algorithms.policy_losses.base import clamped_log_ratio
 from megarl.algorithms.registry import call
 
 
@@ -95,10 +97,10 @@ class Objective:
         traits = policy_loss.traits(self.policy_loss)
         if traits.prepare is None:
             return {}
-        mask_BT = as_mask(_get(data, "loss_mask"))
+        mask_BT = as_mask(field_of(data, "loss_mask"))
         offered = {
-            "old_log_probs_BT": keep(_get(data, "old_log_probs", mask_BT), mask_BT),
-            "advantages_BT": keep(_get(data, "advantages", mask_BT), mask_BT),
+            "old_log_probs_BT": keep(field_of(data, "old_log_probs", mask_BT), mask_BT),
+            "advantages_BT": keep(field_of(data, "advantages", mask_BT), mask_BT),
             "mask_BT": mask_BT,
         }
         with torch.no_grad():
@@ -117,7 +119,7 @@ class Objective:
         data: (B, T) each: old_log_probs, advantages, loss_mask; ref_log_probs where there is a reference; what `prepare`
         made; rollout_log_probs where the loss looks at them; correction_weights (no gradient) multiply the policy loss.
         """
-        mask_BT = as_mask(_get(data, "loss_mask", log_probs_BT))
+        mask_BT = as_mask(field_of(data, "loss_mask", log_probs_BT))
         policy = self._policy_loss(log_probs_BT, entropy_BT, data, mask_BT)
 
         def share(values_BT: Tensor, mode: str = self.mode) -> Tensor:
@@ -126,12 +128,14 @@ class Objective:
         def by_token(values_BT: Tensor | None) -> Tensor:
             if values_BT is None:
                 return torch.zeros((), device=mask_BT.device)
+            if values_BT.dtype == torch.bool:
+                return (values_BT & mask_BT).count_nonzero() / denominators.of("token_mean")
             return share(values_BT.detach(), "token_mean")
 
         loss_BT = policy.loss_BT
         if "correction_weights" in data:
-            loss_BT = loss_BT * keep(_get(data, "correction_weights", log_probs_BT).detach(), mask_BT)
-        drift_BT = log_ratio(log_probs_BT.detach(), _get(data, "old_log_probs", log_probs_BT), mask_BT)
+            loss_BT = loss_BT * keep(field_of(data, "correction_weights", log_probs_BT).detach(), mask_BT)
+        drift_BT, _ = clamped_log_ratio(log_probs_BT, field_of(data, "old_log_probs", log_probs_BT), mask_BT)
         loss = share(loss_BT)
         sums = {"pg_loss": loss, "clip_fraction": by_token(policy.clipped_BT), "ppo_kl": -by_token(drift_BT)}
         if policy.dual_clipped_BT is not None:
@@ -143,15 +147,13 @@ class Objective:
                 raise ValueError("the objective has an entropy coefficient, but was given no entropy")
             loss = loss - self.entropy_coefficient * share(entropy_BT)
         if self.kl_coefficient or "ref_log_probs" in data:
-            ref_log_probs_BT = _get(data, "ref_log_probs", log_probs_BT)
+            ref_log_probs_BT = field_of(data, "ref_log_probs", log_probs_BT)
             kl_BT = kl(log_probs_BT, ref_log_probs_BT, mask_BT, self.kl_estimator)
             sums["kl_loss"], sums["kl"] = share(kl_BT), by_token(kl_BT)
             if self.kl_coefficient:
                 loss = loss + self.kl_coefficient * sums["kl_loss"]
-        maxima = {
-            "ratio_max": _maximum(policy.ratio_BT, mask_BT),
-            "abs_log_ratio_max": _maximum(drift_BT.abs(), mask_BT),
-        }
+        ratio_BT = drift_BT.exp() if policy.ratio_BT is None else policy.ratio_BT
+        maxima = {"ratio_max": maximum(ratio_BT, mask_BT), "abs_log_ratio_max": maximum(drift_BT.abs(), mask_BT)}
         return ObjectiveResult(loss, {name: value.detach() for name, value in sums.items()}, maxima)
 
     @property
@@ -162,13 +164,13 @@ class Objective:
         self, log_probs_BT: Tensor, entropy_BT: Tensor | None, data: Mapping[str, Tensor], mask_BT: Tensor
     ) -> PolicyLoss:
         given = {"log_probs_BT": log_probs_BT} | ({} if entropy_BT is None else {"entropy_BT": entropy_BT})
-        given["old_log_probs_BT"] = _get(data, "old_log_probs", log_probs_BT)
-        given["advantages_BT"] = _get(data, "advantages", log_probs_BT)
+        given["old_log_probs_BT"] = field_of(data, "old_log_probs", log_probs_BT)
+        given["advantages_BT"] = field_of(data, "advantages", log_probs_BT)
         if "rollout_log_probs" in self.needs or "rollout_log_probs" in data:
-            given["behaviour_log_probs_BT"] = _get(data, "rollout_log_probs", log_probs_BT)
+            given["behaviour_log_probs_BT"] = field_of(data, "rollout_log_probs", log_probs_BT)
         # Masked here as well, for the sake of losses that users write: junk must not reach their gradients either.
         offered: dict[str, Tensor] = {name: keep(values_BT, mask_BT) for name, values_BT in given.items()}
-        offered |= {f"{name}_BT": _get(data, name, log_probs_BT) for name in self._made}
+        offered |= {f"{name}_BT": field_of(data, name, log_probs_BT) for name in self._made}
         result = self._call(policy_loss.get(self.policy_loss), offered | {"mask_BT": mask_BT})
         if not isinstance(result, PolicyLoss):
             raise TypeError(f"policy loss {self.policy_loss!r} must return a PolicyLoss, not {type(result).__name__}")
@@ -193,14 +195,18 @@ def _field(argument: str) -> str:
     return argument.removesuffix("_BT")
 
 
-def _get(data: Mapping[str, Tensor], name: str, like_BT: Tensor | None = None) -> Tensor:
+def field_of(data: Mapping[str, Tensor], name: str, like_BT: Tensor | None = None) -> Tensor:
+    """This field of the data, of the shape that `like` has. ValueError names it where it is not there, or not so."""
     if name not in data:
         raise ValueError(f"the objective needs {name!r}; it was given {', '.join(data) or 'nothing'}")
     if like_BT is not None and data[name].shape != like_BT.shape:  # broadcasting would make a wrong loss without a word
-        raise ValueError(f"{name} is {tuple(data[name].shape)}, the log-probs are {tuple(like_BT.shape)}")
+        raise ValueError(
+            f"{name} is {tuple(data[name].shape)}; as the model's output it must be {tuple(like_BT.shape)}"
+        )
     return data[name]
 
 
-def _maximum(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
+def maximum(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """Of values that are not negative; 0 where nothing is unmasked."""
     kept_BT = keep(values_BT.detach(), mask_BT)
     return kept_BT.amax() if kept_BT.numel() else kept_BT.new_zeros(())

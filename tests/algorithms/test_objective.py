@@ -166,7 +166,7 @@ def test_missing_or_misshapen_data_is_named() -> None:
     data = {"old_log_probs": x, "advantages": x, "loss_mask": x}
     with pytest.raises(ValueError, match="needs 'advantages'; it was given old_log_probs, loss_mask"):
         Objective()(x, None, {k: v for k, v in data.items() if k != "advantages"}, denominators(x))
-    with pytest.raises(ValueError, match=r"advantages is \(3,\), the log-probs are \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"advantages is \(3,\); as the model.s output it must be \(2, 3\)"):
         Objective()(x, None, {**data, "advantages": torch.zeros(3)}, denominators(x))
     with pytest.raises(ValueError, match="needs 'ref_log_probs'"):
         Objective(kl_coefficient=0.1)(x, None, data, denominators(x))

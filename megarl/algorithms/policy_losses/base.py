@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megarl.algorithms.masking import LOG_RATIO_LIMIT, keep, working
+from megarl.algorithms.bits import keep
+from megarl.algorithms.masking import LOG_RATIO_LIMIT, working
 from megarl.algorithms.registry import Registry
+
+POSSIBLE = -104.0  # exp of less is 0 in float32: the log of such a probability counts as this
 
 
 class PolicyLoss(NamedTuple):
     """(B, T) each; what masked places hold does not matter to anyone."""
 
     loss_BT: Tensor  # with gradient
-    ratio_BT: Tensor  # the ratio that the loss works with: pi / pi_old of the token, or of its sequence
+    ratio_BT: Tensor | None = None  # that the loss works with: pi / pi_old of the token or its sequence; None: no ratio
     clipped_BT: Tensor | None = None  # bool: the clip decided, so the token has no gradient; None: nothing is clipped
     dual_clipped_BT: Tensor | None = None  # bool: the dual clip decided
 
@@ -99,13 +102,32 @@ def get_policy_loss(name: str) -> PolicyLossFunction:
 
 
 def clamped_log_ratio(log_probs_BT: Tensor, old_log_probs_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """(log(pi / pi_old) within ±20, 0 where masked; bool: unmasked and within). Without gradient: for losses whose
-    gradient is that of log pi times a weight, which is 0 beyond the limit."""
+    """(log(pi / pi_old) within ±20, 0 where masked; 1.0 where that is within, 0.0 where the limit decided), no gradient."""
     with torch.no_grad():
         difference_BT = keep(working(log_probs_BT) - working(old_log_probs_BT), mask_BT)
-        # Not "below the limit": an unmasked NaN is somebody's bug and must not vanish here.
-        inside_BT = mask_BT & ~(difference_BT.abs() >= LOG_RATIO_LIMIT)
-        return difference_BT.clamp_(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), inside_BT
+        log_ratio_BT = difference_BT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        return log_ratio_BT, difference_BT.eq_(log_ratio_BT)
+
+
+def with_slope(log_probs_BT: Tensor, values_BT: Tensor, slope_BT: Tensor) -> Tensor:
+    """These values, as a function of the log-probs whose derivative is this slope.
+
+    A loss that says its own derivative needs one product in the backward pass, and keeps one tensor for it.
+    """
+    function_BT: Tensor = _WithSlope.apply(log_probs_BT, values_BT, slope_BT)
+    return function_BT
+
+
+class _WithSlope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, log_probs_BT: Tensor, values_BT: Tensor, slope_BT: Tensor) -> Tensor:
+        ctx.save_for_backward(slope_BT)
+        ctx.dtype = log_probs_BT.dtype
+        return values_BT.view_as(values_BT)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        return (grad_outputs[0] * ctx.saved_tensors[0]).to(ctx.dtype), None, None
 
 
 def sequence_mean(values_BT: Tensor, mask_BT: Tensor) -> Tensor:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megarl.algorithms.masking import as_mask, keep
-from megarl.algorithms.policy_losses.base import PolicyLoss, clamped_log_ratio, policy_loss
+from megarl.algorithms.bits import keep
+from megarl.algorithms.masking import as_mask
+from megarl.algorithms.policy_losses.base import POSSIBLE, PolicyLoss, clamped_log_ratio, policy_loss, with_slope
 
 
 @policy_loss("cispo")
@@ -25,9 +26,12 @@ def cispo(
 
     The paper sets no lower bound (low 1). clipped: tokens whose weight the clip changed; they keep their gradient.
     """
-    log_ratio_BT, inside_BT = clamped_log_ratio(log_probs_BT, old_log_probs_BT, as_mask(mask_BT))
     with torch.no_grad():
-        ratio_BT = log_ratio_BT.exp()
-        clipped_BT = (ratio_BT < 1 - clip_low) | (ratio_BT > 1 + clip_high)
-        weight_BT = ratio_BT.clamp(1 - clip_low, 1 + clip_high).mul_(keep(advantages_BT, mask_BT)).neg_()
-    return PolicyLoss(weight_BT * keep(log_probs_BT, inside_BT), ratio_BT, clipped_BT)
+        mask_BT = as_mask(mask_BT)
+        log_ratio_BT, inside_BT = clamped_log_ratio(log_probs_BT, old_log_probs_BT, mask_BT)
+        ratio_BT = log_ratio_BT.exp_()
+        weight_BT = ratio_BT.clamp(1 - clip_low, 1 + clip_high)
+        clipped_BT = weight_BT != ratio_BT
+        weight_BT = weight_BT.mul_(keep(advantages_BT, mask_BT)).neg_()
+        value_BT = keep(log_probs_BT, mask_BT).clamp_(min=POSSIBLE).mul_(weight_BT)
+    return PolicyLoss(with_slope(log_probs_BT, value_BT, weight_BT.mul_(inside_BT)), ratio_BT, clipped_BT)

@@ -10,9 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megarl.algorithms.masking import as_mask, keep, log_ratio
-from megarl.algorithms.policy_losses.base import PolicyLoss, policy_loss
-from megarl.algorithms.policy_losses.vanilla import vanilla
+from megarl.algorithms.bits import keep, zero_where_
+from megarl.algorithms.masking import as_mask
+from megarl.algorithms.policy_losses.base import PolicyLoss, clamped_log_ratio, policy_loss, with_slope
+from megarl.algorithms.policy_losses.vanilla import clipped_parts
 
 
 def select_at_random(
@@ -64,12 +65,12 @@ def clip_cov(
     clip_high: float = 0.2,
 ) -> PolicyLoss:
     """Clip-Cov (arXiv:2505.22617, sec. 4.2): PPO's clipped loss; selected tokens have none, and no gradient."""
-    plain = vanilla(
-        log_probs_BT, old_log_probs_BT, advantages_BT, mask_BT, clip_low=clip_low, clip_high=clip_high, clip_dual=None
-    )
+    parts = clipped_parts(log_probs_BT, old_log_probs_BT, advantages_BT, mask_BT, clip_low, clip_high, None)
     selected_BT = as_mask(selected_BT)
-    assert plain.clipped_BT is not None
-    return PolicyLoss(plain.loss_BT.masked_fill(selected_BT, 0.0), plain.ratio_BT, plain.clipped_BT | selected_BT)
+    value_BT, slope_BT = zero_where_(parts.value_BT, selected_BT), zero_where_(parts.slope_BT, selected_BT)
+    return PolicyLoss(
+        with_slope(log_probs_BT, value_BT, slope_BT), parts.ratio_BT, parts.clipped_BT.logical_or_(selected_BT)
+    )
 
 
 @policy_loss("kl_cov", prepare=select_largest, makes=("selected_BT",))
@@ -83,12 +84,15 @@ def kl_cov(
     kl_weight: float = 1.0,
 ) -> PolicyLoss:
     """KL-Cov (arXiv:2505.22617, sec. 4.2): L = -A r, and of selected tokens -A r + kl_weight |log r|. Nothing is clipped."""
-    log_ratio_BT = log_ratio(log_probs_BT, old_log_probs_BT, mask_BT)
-    ratio_BT = log_ratio_BT.exp()
-    weight_BT = as_mask(selected_BT).to(ratio_BT.dtype) * kl_weight
-    return PolicyLoss(
-        torch.addcmul(weight_BT * log_ratio_BT.abs(), keep(advantages_BT, mask_BT), ratio_BT, value=-1), ratio_BT
-    )
+    with torch.no_grad():
+        mask_BT = as_mask(mask_BT)
+        log_ratio_BT, inside_BT = clamped_log_ratio(log_probs_BT, old_log_probs_BT, mask_BT)
+        ratio_BT = log_ratio_BT.exp()
+        value_BT = keep(advantages_BT, mask_BT).mul_(ratio_BT).neg_()
+        weight_BT = keep(torch.full_like(ratio_BT, kl_weight), as_mask(selected_BT))
+        slope_BT = torch.addcmul(value_BT, weight_BT, log_ratio_BT.sign()).mul_(inside_BT)
+        value_BT = value_BT.addcmul_(weight_BT, log_ratio_BT.abs_())
+    return PolicyLoss(with_slope(log_probs_BT, value_BT, slope_BT), ratio_BT)
 
 
 def _count(mask_BT: Tensor, ratio: float) -> int:
@@ -112,11 +116,11 @@ def _hash(log_probs_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor) -> Tenso
     """int64 of each token: of its values, its position and the whole of its sequence, not of where that lies in the batch."""
 
     def bits(values_BT: Tensor) -> Tensor:
-        return keep(values_BT, mask_BT).float().contiguous().view(torch.int32).long()
+        return keep(values_BT, mask_BT).float().view(torch.int32).long()
 
     position_T = torch.arange(1, mask_BT.shape[1] + 1, device=mask_BT.device)
     token_BT = _mix(bits(log_probs_BT) + _mix(bits(advantages_BT) + _mix(position_T)))
-    token_BT = torch.where(mask_BT, token_BT, 0)
+    token_BT = token_BT * mask_BT
     return _mix(token_BT + token_BT.sum(-1, keepdim=True))
 
 

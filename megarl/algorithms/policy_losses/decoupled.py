@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.masking import as_mask
-from megarl.algorithms.policy_losses.base import PolicyLoss, clamped_log_ratio, policy_loss
-from megarl.algorithms.policy_losses.vanilla import vanilla
+from megarl.algorithms.policy_losses.base import PolicyLoss, clamped_log_ratio, policy_loss, with_slope
+from megarl.algorithms.policy_losses.vanilla import clipped_parts
 
 
 @policy_loss("decoupled")
@@ -28,20 +28,14 @@ def decoupled(
         L = sg[pi_prox / pi_behave] PPO(pi / pi_prox)
 
     old_log_probs are those of the proximal policy, the one before this step's updates; behaviour_log_probs those that the
-    engine sampled with. A weight above behaviour_cap (None: beyond the limit of ratios, exp(20)) is 0, and so is its token.
+    engine sampled with. A weight above behaviour_cap, or beyond the limit of ratios, is 0: such a token does not take part.
     """
-    plain = vanilla(
-        log_probs_BT,
-        old_log_probs_BT,
-        advantages_BT,
-        mask_BT,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        clip_dual=clip_dual,
-    )
-    log_weight_BT, inside_BT = clamped_log_ratio(old_log_probs_BT, behaviour_log_probs_BT, as_mask(mask_BT))
     with torch.no_grad():
-        weight_BT = log_weight_BT.exp_()
-        used_BT = inside_BT if behaviour_cap is None else inside_BT & (weight_BT <= behaviour_cap)
-        weight_BT = torch.where(used_BT, weight_BT, 0.0)
-    return plain._replace(loss_BT=plain.loss_BT * weight_BT)
+        mask_BT = as_mask(mask_BT)
+        log_weight_BT, inside_BT = clamped_log_ratio(old_log_probs_BT, behaviour_log_probs_BT, mask_BT)
+        weight_BT = log_weight_BT.exp_().mul_(inside_BT)
+        if behaviour_cap is not None:
+            weight_BT.mul_(torch.le(weight_BT, behaviour_cap, out=inside_BT))
+        parts = clipped_parts(log_probs_BT, old_log_probs_BT, advantages_BT, mask_BT, clip_low, clip_high, clip_dual)
+    loss_BT = with_slope(log_probs_BT, parts.value_BT.mul_(weight_BT), parts.slope_BT.mul_(weight_BT))
+    return PolicyLoss(loss_BT, parts.ratio_BT, parts.clipped_BT, parts.dual_clipped_BT)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from megarl.algorithms.masking import as_mask, keep, log_ratio
-from megarl.algorithms.policy_losses.base import PolicyLoss, clamped_log_ratio, policy_loss
+from megarl.algorithms.bits import keep
+from megarl.algorithms.masking import as_mask
+from megarl.algorithms.policy_losses.base import POSSIBLE, PolicyLoss, clamped_log_ratio, policy_loss, with_slope
 
 
 @policy_loss("dro")
@@ -14,12 +16,17 @@ def dro(
 ) -> PolicyLoss:
     """Direct Reward Optimisation (arXiv:2405.19107; by token and online as in arXiv:2501.12599, sec. 2.3.2):
 
-        L = -A log pi + beta / 2 log(pi / pi_old)^2
+        L = -A log pi + beta / 2 d^2,   d = log(pi / pi_old),   dL/dlog pi = -A + beta d
 
     ValueError on a beta that is not above 0.
     """
     if beta <= 0:
         raise ValueError(f"beta is {beta}; it must be above 0")
-    ratio_BT, inside_BT = clamped_log_ratio(log_probs_BT, old_log_probs_BT, as_mask(mask_BT))
-    penalty_BT = log_ratio(log_probs_BT, old_log_probs_BT, mask_BT).square() * (beta / 2)
-    return PolicyLoss(penalty_BT - keep(advantages_BT, mask_BT) * keep(log_probs_BT, inside_BT), ratio_BT.exp_())
+    with torch.no_grad():
+        mask_BT = as_mask(mask_BT)
+        log_ratio_BT, inside_BT = clamped_log_ratio(log_probs_BT, old_log_probs_BT, mask_BT)
+        weight_BT = keep(advantages_BT, mask_BT).neg_()
+        value_BT = keep(log_probs_BT, mask_BT).clamp_(min=POSSIBLE).mul_(weight_BT)
+        value_BT = value_BT.addcmul_(log_ratio_BT, log_ratio_BT, value=beta / 2)
+        slope_BT = weight_BT.add_(log_ratio_BT, alpha=beta).mul_(inside_BT)
+    return PolicyLoss(with_slope(log_probs_BT, value_BT, slope_BT))

@@ -5,8 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megarl.algorithms.masking import as_mask, keep, log_ratio
-from megarl.algorithms.policy_losses.base import PolicyLoss, policy_loss, sequence_mean
+from megarl.algorithms.bits import keep
+from megarl.algorithms.masking import as_mask
+from megarl.algorithms.policy_losses.base import (
+    PolicyLoss,
+    clamped_log_ratio,
+    policy_loss,
+    sequence_mean,
+    with_slope,
+)
 
 
 @policy_loss("geo_mean", aggregation="seq_mean_token_mean")
@@ -27,20 +34,18 @@ def geo_mean(
     Each token holds its sequence's L, so `seq_mean_token_mean`, its own aggregation, is the mean over sequences.
     clipped: outside low..high in either direction where A_t > 0, dual_clipped: where A_t < 0 (as other libraries count).
     """
-    mask_BT = as_mask(mask_BT)
-    log_ratio_BT = log_ratio(log_probs_BT, old_log_probs_BT, mask_BT)
-    advantages_BT = keep(advantages_BT, mask_BT)
-    positive_BT, negative_BT = advantages_BT > 0, advantages_BT < 0
     with torch.no_grad():
-        infinity = log_ratio_BT.new_tensor(torch.inf)
-        lowest_BT = torch.where(negative_BT, infinity.new_tensor(-clip_low), torch.where(positive_BT, -infinity, 0.0))
-        highest_BT = torch.where(positive_BT, infinity.new_tensor(clip_high), torch.where(negative_BT, infinity, 0.0))
-        outside_BT = (log_ratio_BT < -clip_low) | (log_ratio_BT > clip_high)
-    ratio_B = sequence_mean(log_ratio_BT.clamp(lowest_BT, highest_BT), mask_BT).exp()
+        mask_BT = as_mask(mask_BT)
+        log_ratio_BT, inside_BT = clamped_log_ratio(log_probs_BT, old_log_probs_BT, mask_BT)
+        advantages_BT = keep(advantages_BT, mask_BT)
+        held_BT = log_ratio_BT.clamp(-clip_low, clip_high)
+        outside_BT = held_BT != log_ratio_BT
+        clipped_BT, dual_clipped_BT = outside_BT & (advantages_BT > 0), outside_BT & (advantages_BT < 0)
+        sign_BT = advantages_BT.sign()
+        gain_BT, held_BT = log_ratio_BT.mul_(sign_BT), held_BT.mul_(sign_BT)
+        slope_BT = inside_BT.mul_(torch.le(gain_BT, held_BT, out=torch.empty_like(gain_BT))).mul_(sign_BT).mul_(sign_BT)
+        taken_BT = torch.minimum(gain_BT, held_BT, out=held_BT).mul_(sign_BT)
+    ratio_B = sequence_mean(with_slope(log_probs_BT, taken_BT, slope_BT), mask_BT).exp()
     loss_B = -sequence_mean(advantages_BT, mask_BT) * ratio_B
-    return PolicyLoss(
-        loss_B[:, None].expand_as(mask_BT),
-        ratio_B[:, None].expand_as(mask_BT),
-        outside_BT & positive_BT,
-        outside_BT & negative_BT,
-    )
+    loss_BT, ratio_BT = (each_B[:, None].expand_as(mask_BT) for each_B in (loss_B, ratio_B.detach()))
+    return PolicyLoss(loss_BT, ratio_BT, clipped_BT, dual_clipped_BT)

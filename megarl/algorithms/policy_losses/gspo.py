@@ -5,8 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megarl.algorithms.masking import as_mask, keep, log_ratio
-from megarl.algorithms.policy_losses.base import PolicyLoss, policy_loss, sequence_mean
+from megarl.algorithms.bits import keep, zero_where_
+from megarl.algorithms.masking import as_mask
+from megarl.algorithms.policy_losses.base import (
+    PolicyLoss,
+    clamped_log_ratio,
+    policy_loss,
+    sequence_mean,
+    with_slope,
+)
 
 
 @policy_loss("gspo_token", aggregation="seq_mean_token_mean")
@@ -28,15 +35,14 @@ def gspo(
     That is the token variant. With one advantage a sequence, which is what GSPO has, value and gradient are GSPO's own
     (sec. 4.3): hence one function under both names. The clip is that of a sequence's ratio, far narrower than a token's.
     """
-    mask_BT = as_mask(mask_BT)
-    log_ratio_BT = log_ratio(log_probs_BT, old_log_probs_BT, mask_BT)
-    advantages_BT = keep(advantages_BT, mask_BT)
     with torch.no_grad():
+        mask_BT = as_mask(mask_BT)
+        log_ratio_BT, inside_BT = clamped_log_ratio(log_probs_BT, old_log_probs_BT, mask_BT)
+        advantages_BT = keep(advantages_BT, mask_BT)
         ratio_B1 = sequence_mean(log_ratio_BT, mask_BT).exp()[:, None]
-        too_high_B1, too_low_B1 = ratio_B1 > 1 + clip_high, ratio_B1 < 1 - clip_low
-        clipped_BT = (advantages_BT > 0) & too_high_B1 | (advantages_BT < 0) & too_low_B1
-        value_BT = -advantages_BT * torch.where(clipped_BT, ratio_B1.clamp(1 - clip_low, 1 + clip_high), ratio_B1)
-        slope_BT = value_BT.masked_fill(clipped_BT, 0.0)
-    # d - sg[d] is 0 and has the gradient of log pi, 0 where the token's own ratio is clamped.
-    loss_BT = torch.addcmul(value_BT, slope_BT, log_ratio_BT - log_ratio_BT.detach())
-    return PolicyLoss(loss_BT, ratio_B1.expand_as(mask_BT), clipped_BT)
+        gain_BT = torch.mul(advantages_BT, ratio_B1, out=log_ratio_BT)
+        held_BT = advantages_BT * ratio_B1.clamp(1 - clip_low, 1 + clip_high)
+        clipped_BT = held_BT < gain_BT
+        value_BT = torch.minimum(gain_BT, held_BT, out=held_BT).neg_()
+        slope_BT = zero_where_(inside_BT.mul_(value_BT), clipped_BT)
+    return PolicyLoss(with_slope(log_probs_BT, value_BT, slope_BT), ratio_B1.expand_as(mask_BT), clipped_BT)

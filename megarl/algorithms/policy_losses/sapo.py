@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megarl.algorithms.masking import keep, log_ratio
-from megarl.algorithms.policy_losses.base import PolicyLoss, policy_loss
+from megarl.algorithms.bits import keep
+from megarl.algorithms.masking import as_mask
+from megarl.algorithms.policy_losses.base import PolicyLoss, clamped_log_ratio, policy_loss, with_slope
 
 
 @policy_loss("sapo", aggregation="seq_mean_token_mean")
@@ -21,16 +22,19 @@ def sapo(
 ) -> PolicyLoss:
     """Soft Adaptive Policy Optimization (arXiv:2511.20347): L = -A f(r), f(r) = 4 / tau sigmoid(tau (r - 1)).
 
-    tau_positive where A > 0, tau_negative elsewhere; the larger, the sooner the gradient fades. f'(1) = 1: on-policy it
-    is the policy gradient. ValueError on a tau that is not above 0.
+    tau_positive where A > 0, tau_negative elsewhere; the larger, the sooner the gradient fades. With s the sigmoid,
+    dL/dlog pi = -4 A s (1 - s) r: on-policy -A, the policy gradient. ValueError on a tau that is not above 0.
     """
     if min(tau_positive, tau_negative) <= 0:
         raise ValueError(f"tau_positive is {tau_positive} and tau_negative {tau_negative}; both must be above 0")
-    ratio_BT = log_ratio(log_probs_BT, old_log_probs_BT, mask_BT).exp()
-    advantages_BT = keep(advantages_BT, mask_BT)
     with torch.no_grad():
-        positive, negative = (ratio_BT.new_tensor(tau) for tau in (tau_positive, tau_negative))
-        tau_BT = torch.where(advantages_BT > 0, positive, negative)
-        weight_BT = advantages_BT.mul(-4).div_(tau_BT)
-    gate_BT = torch.sigmoid((ratio_BT - 1) * tau_BT)
-    return PolicyLoss(weight_BT * gate_BT, ratio_BT.detach())
+        mask_BT = as_mask(mask_BT)
+        log_ratio_BT, inside_BT = clamped_log_ratio(log_probs_BT, old_log_probs_BT, mask_BT)
+        ratio_BT = log_ratio_BT.exp_()
+        weight_BT = keep(advantages_BT, mask_BT)
+        tau_BT = torch.gt(weight_BT, 0.0, out=torch.empty_like(weight_BT))
+        tau_BT.mul_(tau_positive - tau_negative).add_(tau_negative)
+        gate_BT = (ratio_BT - 1).mul_(tau_BT).sigmoid_()
+        value_BT = weight_BT.mul_(-4).mul_(gate_BT)
+        slope_BT = inside_BT.mul_(ratio_BT).mul_(gate_BT.neg_().add_(1)).mul_(value_BT)
+    return PolicyLoss(with_slope(log_probs_BT, value_BT.div_(tau_BT), slope_BT), ratio_BT)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from megarl.algorithms.masking import keep, log_ratio
-from megarl.algorithms.policy_losses.base import PolicyLoss, policy_loss
+from megarl.algorithms.bits import keep, zero_where_
+from megarl.algorithms.masking import as_mask
+from megarl.algorithms.policy_losses.base import PolicyLoss, clamped_log_ratio, policy_loss, with_slope
 
 
 @policy_loss("vanilla")
@@ -23,16 +26,47 @@ def vanilla(
     """PPO's clipped loss (arXiv:1707.06347, eq. 7), asymmetric (arXiv:2503.14476, sec. 3.1), dual (arXiv:1912.09729).
 
     r = pi / pi_old, A the advantage:  L = max(-A r, -A clip(r, 1 - low, 1 + high)), and where A < 0 at most -A dual.
-    Written as it acts, L = -A r' with r' = min(r, 1 + high) where A >= 0, min(max(r, 1 - low), dual) where A < 0.
+    dL/dlog pi = -A r = L where nothing is clipped, 0 elsewhere.
     """
-    ratio_BT = log_ratio(log_probs_BT, old_log_probs_BT, mask_BT).exp()
+    parts = clipped_parts(log_probs_BT, old_log_probs_BT, advantages_BT, mask_BT, clip_low, clip_high, clip_dual)
+    loss_BT = with_slope(log_probs_BT, parts.value_BT, parts.slope_BT)
+    return PolicyLoss(loss_BT, parts.ratio_BT, parts.clipped_BT, parts.dual_clipped_BT)
+
+
+class Parts(NamedTuple):
+    """(B, T) each, without gradient."""
+
+    value_BT: Tensor
+    slope_BT: Tensor  # d value / d log pi
+    ratio_BT: Tensor
+    clipped_BT: Tensor
+    dual_clipped_BT: Tensor | None
+
+
+@torch.no_grad()
+def clipped_parts(
+    log_probs_BT: Tensor,
+    old_log_probs_BT: Tensor,
+    advantages_BT: Tensor,
+    mask_BT: Tensor,
+    clip_low: float,
+    clip_high: float,
+    clip_dual: float | None,
+) -> Parts:
+    """What vanilla is made of, for losses that change a part of it."""
+    mask_BT = as_mask(mask_BT)
+    log_ratio_BT, inside_BT = clamped_log_ratio(log_probs_BT, old_log_probs_BT, mask_BT)
     advantages_BT = keep(advantages_BT, mask_BT)
-    negative_BT = advantages_BT < 0
-    dual = float("inf") if clip_dual is None else clip_dual
-    lower_BT = torch.where(negative_BT, ratio_BT.new_tensor(1 - clip_low), ratio_BT.new_tensor(0.0))
-    upper_BT = torch.where(negative_BT, ratio_BT.new_tensor(dual), ratio_BT.new_tensor(1 + clip_high))
-    with torch.no_grad():
-        dual_clipped_BT = negative_BT & (ratio_BT > dual)
-        too_high_BT = (advantages_BT > 0) & (ratio_BT > upper_BT)
-        clipped_BT = too_high_BT | negative_BT & (ratio_BT < lower_BT)
-    return PolicyLoss(-advantages_BT * ratio_BT.clamp(lower_BT, upper_BT), ratio_BT, clipped_BT, dual_clipped_BT)
+    ratio_BT = log_ratio_BT.exp_()
+    gain_BT = advantages_BT * ratio_BT
+    held_BT = ratio_BT.clamp(1 - clip_low, 1 + clip_high).mul_(advantages_BT)
+    clipped_BT, dual_clipped_BT = held_BT < gain_BT, None
+    gain_BT = torch.minimum(gain_BT, held_BT, out=held_BT)
+    flat_BT = clipped_BT
+    if clip_dual is not None:
+        least_BT = advantages_BT.clamp(max=0.0).mul_(clip_dual)
+        dual_clipped_BT = gain_BT < least_BT
+        gain_BT = torch.maximum(gain_BT, least_BT, out=least_BT)
+        flat_BT = clipped_BT | dual_clipped_BT
+    value_BT = gain_BT.neg_()
+    return Parts(value_BT, zero_where_(inside_BT.mul_(value_BT), flat_BT), ratio_BT, clipped_BT, dual_clipped_BT)
