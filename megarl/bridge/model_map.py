@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -42,23 +42,23 @@ class Parameter:
         return self.split is Split.NONE
 
     def held(self, where: Where) -> bool:
-        """Whether a rank holds (its part of) it: experts are shared out in runs over the expert-parallel ranks."""
-        if self.expert is None:
-            return True
-        if self.experts % where.expert_size:
-            raise UserError(f"Expert parallelism {where.expert_size} cannot share out {self.experts} experts.")
-        return self.expert // (self.experts // where.expert_size) == where.expert
+        """Whether a rank holds (its part of) it."""
+        return self.expert is None or self._owner(where) == where.expert
+
+    def _owner(self, sizes: Where) -> int:
+        """The expert-parallel rank that holds it: experts are shared out in runs."""
+        each, rest = divmod(self.experts, sizes.expert_size)
+        if rest:
+            raise UserError(f"Expert parallelism {sizes.expert_size} cannot share out {self.experts} experts.")
+        return (self.expert or 0) // each
 
     def holders(self, sizes: Where) -> list[Cut]:
         """One rank for each part, which together hold all of it once; of `sizes` only the sizes count."""
-        first = Cut(0, sizes.tensor_size, 0, sizes.expert_size, 0, sizes.expert_tensor_size)
+        tensor, experts, parts = sizes.tensor_size, sizes.expert_size, sizes.expert_tensor_size
         if self.expert is None:
-            return [replace(first, tensor=rank) for rank in range(1 if self.replicated else sizes.tensor_size)]
-        first = next(
-            cut for rank in range(sizes.expert_size) for cut in (replace(first, expert=rank),) if self.held(cut)
-        )
-        parts = 1 if self.replicated else sizes.expert_tensor_size
-        return [replace(first, expert_tensor=rank) for rank in range(parts)]
+            return [Cut(rank, tensor, 0, experts, 0, parts) for rank in range(1 if self.replicated else tensor)]
+        owner = self._owner(sizes)
+        return [Cut(0, tensor, owner, experts, rank, parts) for rank in range(1 if self.replicated else parts)]
 
     def replica(self, rank: Standing) -> tuple[int, int] | None:
         """Of the ranks that hold the same part: which one this is, and how many there are. None: another tensor-parallel rank
@@ -136,10 +136,12 @@ class ModelMap:
         norm_eps: float,
         max_positions: int,
         settings: Mapping[str, Any] | None = None,
+        head: Head | None = None,
     ):
         self.family = family.model_type
         self.dims = dims
         self.tied = tied
+        self.head = head  # in the place of the output layer
         self._family, self._rope, self._norm_eps, self._max_positions = family, rope, norm_eps, max_positions
         self._settings = {**family.transformer, **(settings or {})}
         if family.latent:
@@ -175,7 +177,16 @@ class ModelMap:
             raise UserError(f"config.json has a value of a wrong kind: {error}.") from error
         tied = bool(config.get("tie_word_embeddings", family.defaults.get("tie_word_embeddings", False)))
         settings = family.settings(config) if family.settings is not None else {}
-        return cls(family, dims, rope, tied=tied, norm_eps=norm_eps, max_positions=max_positions, settings=settings)
+        return cls(
+            family,
+            dims,
+            rope,
+            tied=tied,
+            norm_eps=norm_eps,
+            max_positions=max_positions,
+            settings=settings,
+            head=head,
+        )
 
     @property
     def has_experts(self) -> bool:

@@ -33,6 +33,35 @@ def _random(module: ModuleType) -> None:
     logging.getLogger(module.__name__).addFilter(lambda record: "GPU RNG context" not in record.getMessage())
 
 
+def _mappings(module: ModuleType) -> None:
+    """gloo gathers and reduces parts of one size only; experts' ranks get as many tokens as the router sends them."""
+    gather, scatter = module._gather_along_first_dim, module._reduce_scatter_along_first_dim
+
+    def gather_along_first_dim(
+        input_: Any, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> Any:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(input_, group, output_split_sizes, use_global_buffer)
+        longest = max(output_split_sizes)
+        own = input_.new_zeros(longest, *input_.shape[1:])
+        own[: input_.shape[0]] = input_
+        parts = [torch.empty_like(own) for _ in output_split_sizes]
+        torch.distributed.all_gather(parts, own, group=group)
+        return torch.cat([part[:size] for part, size in zip(parts, output_split_sizes, strict=True)])
+
+    def reduce_scatter_along_first_dim(
+        input_: Any, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> Any:
+        if input_split_sizes is None or group.size() == 1:
+            return scatter(input_, group, input_split_sizes, use_global_buffer)
+        whole = input_.contiguous().clone()
+        torch.distributed.all_reduce(whole, group=group)
+        return whole.split(input_split_sizes)[group.rank()].contiguous()
+
+    module._gather_along_first_dim = gather_along_first_dim  # type: ignore[attr-defined]
+    module._reduce_scatter_along_first_dim = reduce_scatter_along_first_dim  # type: ignore[attr-defined]
+
+
 def _moe_utils(module: ModuleType) -> None:
     module.__dict__.setdefault("te_general_gemm", None)  # bound only with Transformer Engine, read without it too
     upstream = module.maybe_move_tensor_to_cpu
@@ -44,6 +73,12 @@ def _moe_utils(module: ModuleType) -> None:
         return upstream(tensor, as_numpy, record_stream)
 
     module.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu  # type: ignore[attr-defined]
+
+
+def _multi_latent_attention(module: ModuleType) -> None:
+    # takes Transformer Engine to be there when the names of its wrappers can be imported, which without it are None
+    if not isinstance(module.TELinear, type):
+        module.HAVE_TE = False  # type: ignore[attr-defined]
 
 
 def _distrib_optimizer(module: ModuleType) -> None:
@@ -85,6 +120,8 @@ def _distrib_optimizer(module: ModuleType) -> None:
 MENDS: dict[str, Callable[[ModuleType], None]] = {
     "megatron.core.jit": _jit,
     "megatron.core.tensor_parallel.random": _random,
+    "megatron.core.tensor_parallel.mappings": _mappings,
     "megatron.core.transformer.moe.moe_utils": _moe_utils,
+    "megatron.core.transformer.multi_latent_attention": _multi_latent_attention,
     "megatron.core.optimizer.distrib_optimizer": _distrib_optimizer,
 }

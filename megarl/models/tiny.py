@@ -174,4 +174,6 @@ def random_weights(shapes: Mapping[str, tuple[int, ...]], seed: int) -> Iterator
         if len(shape) > 1:
             yield name, noise / math.sqrt(shape[-1])
         else:
-            yield name, 0.3 * noise if name.endswith("bias") else 1.0 + 0.2 * noise
+            # A bias that chooses experts is added to scores of 0.3 to 0.7.
+            spread = 0.1 if name.endswith("correction_bias") else 0.3
+            yield name, spread * noise if name.endswith("bias") else 1.0 + 0.2 * noise
