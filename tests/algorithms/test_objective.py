@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.algorithms import Objective, aggregate, denominators
+from megarl.algorithms import Objective, PolicyLoss, aggregate, denominators
 from megarl.algorithms.aggregation import AGGREGATIONS
 from megarl.algorithms.objective import ObjectiveResult
+from megarl.algorithms.policy_losses import policy_loss
 
 SEEDS = range(6)
 NAMES = ("old_log_probs", "advantages", "ref_log_probs")
@@ -172,3 +173,113 @@ def test_missing_or_misshapen_data_is_named() -> None:
         Objective(kl_coefficient=0.1)(x, None, data, denominators(x))
     with pytest.raises(ValueError, match="was given no entropy"):
         Objective(entropy_coefficient=0.1)(x, None, data, denominators(x))
+
+
+def test_from_config_keeps_the_default_of_what_the_section_lacks() -> None:
+    assert Objective.from_config(SimpleNamespace(clip_high=0.3)) == Objective(clip_high=0.3)
+    section = SimpleNamespace(policy_loss="dro", policy_loss_options={"beta": 0.2}, aggregation=None)
+    objective = Objective.from_config(section)
+    assert objective.policy_loss_options == {"beta": 0.2} and objective.mode == "token_mean"
+    assert pickle.loads(pickle.dumps(objective)) == objective
+
+
+def test_options_are_checked_and_reach_the_loss_and_its_preparation() -> None:
+    with pytest.raises(ValueError, match="no option 'cov_ration'; did you mean 'cov_ratio'"):
+        Objective("clip_cov", {"cov_ration": 0.1})
+    with pytest.raises(ValueError, match="selected_BT"):
+        Objective("kl_cov", {"selected_BT": 1})
+    data = {k: v for k, v in random_data(4).items() if k != "entropy"}
+    mask = data["loss_mask"].bool()
+    few, many = (Objective("kl_cov", {"cov_ratio": ratio}).prepare(data)["selected"] for ratio in (1e-9, 0.25))
+    assert few.sum() == 1 and many.sum() == int(0.25 * mask.sum()) and (many | ~few).all()
+    losses = []
+    for weight in (0.0, 5.0):
+        objective = Objective("kl_cov", {"cov_ratio": 0.25, "kl_weight": weight})
+        losses.append(objective(data["log_probs"], None, data | objective.prepare(data), denominators(mask)).loss)
+    drift = (data["log_probs"] - data["old_log_probs"]).abs()[many].sum() / mask.sum()
+    assert (losses[1] - losses[0]).item() == pytest.approx(5 * drift.item(), rel=1e-5)
+
+
+def test_kl_cov_selects_the_largest_covariances_and_clip_cov_within_bounds() -> None:
+    data = random_data(8, rows=50)
+    mask = data["loss_mask"].bool()
+    x, a = (data[name][mask].double() for name in ("old_log_probs", "advantages"))
+    covariance = torch.zeros(mask.shape, dtype=torch.float64)
+    covariance[mask] = (x - x.mean()) * (a - a.mean())
+    count = int(0.05 * mask.sum())
+    selected = Objective("kl_cov", {"cov_ratio": 0.05}).prepare(data)["selected"]
+    least = covariance[mask].sort(descending=True).values[count - 1]
+    assert torch.equal(selected, mask & (covariance >= least))
+    drawn = Objective("clip_cov", {"cov_ratio": 0.05, "cov_low": 0.2, "cov_high": 2.0}).prepare(data)["selected"]
+    candidates = mask & (covariance > 0.2) & (covariance < 2.0)
+    assert drawn.sum() == count and (candidates | ~drawn).all() and candidates.sum() > 2 * count
+    # As good as random: not the largest ones, nor the first.
+    assert covariance[drawn].mean() < covariance[candidates].sort().values[-count:].mean()
+    assert drawn[: len(mask) // 2].any() and drawn[len(mask) // 2 :].any()
+
+
+def test_tokens_that_are_certain_are_told_apart_by_their_sequences() -> None:
+    """Many tokens of log-prob exactly 0 share the largest covariance; still not all of them, nor none, are selected."""
+    old = -torch.rand(40, 12, generator=torch.Generator().manual_seed(0))
+    old[:, ::2] = 0.0
+    data = {"old_log_probs": old, "advantages": torch.ones(40, 1).expand(40, 12), "loss_mask": torch.ones(40, 12)}
+    data["advantages"] = torch.where(torch.arange(40)[:, None] < 20, data["advantages"], -1.0)
+    selected = Objective("kl_cov", {"cov_ratio": 0.1}).prepare(data)["selected"]
+    assert selected.sum() == 48 and len(selected.nonzero()[:, 1].unique()) == 6
+
+
+def test_what_was_not_prepared_is_missed_by_name() -> None:
+    data = random_data(5)
+    objective = Objective("clip_cov")
+    assert objective.prepares and "selected" in objective.needs and not Objective().prepares
+    assert Objective().prepare(data) == {}
+    with pytest.raises(ValueError, match="needs 'selected'"):
+        objective(data["log_probs"], None, data, denominators(data["loss_mask"]))
+    with pytest.raises(ValueError, match="needs 'rollout_log_probs'"):
+        Objective("decoupled")(data["log_probs"], None, data, denominators(data["loss_mask"]))
+    assert "rollout_log_probs" in Objective("decoupled").needs and "rollout_log_probs" not in Objective().needs
+    assert "ref_log_probs" in Objective(kl_coefficient=0.1).needs
+    assert {"correction_weights", "ref_log_probs", "rollout_log_probs"} <= set(Objective().reads)
+
+
+def test_correction_weights_multiply_the_policy_loss_alone() -> None:
+    data = random_data(6)
+    whole = denominators(data["loss_mask"])
+    objective = Objective(entropy_coefficient=0.5, kl_coefficient=0.25)
+    plain = objective(data["log_probs"], data["entropy"], data, whole)
+    weights = torch.full_like(data["loss_mask"], 3.0).requires_grad_()
+    log_probs = data["log_probs"].clone().requires_grad_()
+    heavy = objective(log_probs, data["entropy"], data | {"correction_weights": weights}, whole)
+    assert heavy.sums["pg_loss"].item() == pytest.approx(3 * plain.sums["pg_loss"].item(), rel=1e-6)
+    for name in ("kl_loss", "entropy", "clip_fraction", "ppo_kl"):
+        assert heavy.sums[name] == plain.sums[name], name
+    heavy.loss.backward()
+    assert weights.grad is None
+
+
+def test_a_loss_of_ones_own_prepares_and_is_given_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Registered with a preparation of its own; masked places hold nothing by the time it sees them."""
+
+    def rank(advantages_BT: Tensor, mask_BT: Tensor, *, scale: float = 1.0) -> dict[str, Tensor]:
+        return {"rank_BT": torch.where(mask_BT, advantages_BT / advantages_BT.abs().max() * scale, 0.0)}
+
+    def loss(log_probs_BT: Tensor, rank_BT: Tensor, entropy_BT: Tensor, *, scale: float = 1.0) -> PolicyLoss:
+        return PolicyLoss(-log_probs_BT * rank_BT * (1 + entropy_BT), torch.ones_like(rank_BT))
+
+    for attribute in ("_functions", "_traits"):
+        monkeypatch.setattr(policy_loss, attribute, dict(getattr(policy_loss, attribute)))
+    monkeypatch.setattr(policy_loss, "inputs", policy_loss.inputs)
+    policy_loss("ranked", aggregation="token_sum", prepare=rank, makes=("rank_BT",))(loss)
+    objective = Objective("ranked", {"scale": 2.0})
+    data = random_data(9)
+    assert objective.mode == "token_sum"
+    log_probs = data["log_probs"].clone().requires_grad_()
+    result = objective(log_probs, data["entropy"], data | objective.prepare(data), denominators(data["loss_mask"]))
+    result.loss.backward()
+    mask = data["loss_mask"].bool()
+    a = data["advantages"][mask]
+    expected = -a / a.abs().max() * 2 * (1 + data["entropy"][mask])
+    torch.testing.assert_close(log_probs.grad[mask], expected)
+    assert not log_probs.grad[~mask].any()
+    with pytest.raises(ValueError, match="`prepare` and the names that it `makes` belong together"):
+        policy_loss("half", makes=("x_BT",))(loss)

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from megarl.algorithms import Objective, call, denominators, kl
 from megarl.algorithms.aggregation import AGGREGATIONS, aggregate
-from megarl.algorithms.divergence import KL_ESTIMATORS
+from megarl.algorithms.divergence import DIRECTIONS, KL_ESTIMATORS, full_kl
 from megarl.algorithms.policy_losses import policy_loss
+from megarl.algorithms.value_loss import ValueObjective
 
 INF, NAN = math.inf, math.nan
 Record = Callable[[str, float, float], None]
@@ -168,3 +169,51 @@ def test_junk_changes_nothing(name: str) -> None:
     clean = everything(0.0)
     for junk in (NAN, INF, -INF, 3e38):
         assert all(torch.equal(a, b) for a, b in zip(clean, everything(junk), strict=True)), junk
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_value_loss(aggregation: str, record_invariant: Record) -> None:
+    """Values that left their old ones far behind, and returns far from both."""
+    bad = []
+    for clip in (0.2, None):
+        objective = ValueObjective(clip, aggregation)
+        for title, batch in CASES.items():
+            masked = batch.mask == 0
+            for size in (0.0, 1.0, 1e15):
+                junk = torch.full(batch.mask.shape, NAN)
+                values, old, returns = (torch.where(masked, junk, torch.full_like(junk, x)) for x in (size, -size, 0.5))
+                values.requires_grad_()
+                data = {"values": old, "returns": returns, "loss_mask": batch.mask}
+                result = objective(values, data, denominators(batch.mask))
+                result.loss.backward()
+                numbers = [result.loss, *result.sums.values(), *result.maxima.values()]
+                if broken(numbers, values.grad, masked) or (not batch.mask.any() and result.loss.item() != 0):
+                    bad.append((title, clip, size))
+    print(bad)
+    record_invariant(f"degenerate batches, value loss by {aggregation}: broken", len(bad), 0)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_full_kl(direction: str, record_invariant: Record) -> None:
+    """Tokens ruled out by one side or both, one token of vocabulary, huge logits, no rows, junk where masked."""
+    ruled_out = torch.tensor([[0.0, -INF, 1.0], [-INF, 0.0, 1.0], [0.0, -INF, -INF]])
+    cases = {
+        "ruled out by the policy": (ruled_out, torch.zeros(3, 3)),
+        "ruled out by the reference": (torch.zeros(3, 3), ruled_out),
+        "ruled out by both": (ruled_out, ruled_out.flip(0)),
+        "a vocabulary of one": (torch.ones(3, 1), torch.zeros(3, 1)),
+        "huge logits": (torch.eye(3) * 3e38, -torch.eye(3) * 3e38),
+        "no rows": (torch.zeros(0, 4), torch.zeros(0, 4)),
+        "NaN": (torch.full((3, 3), NAN), torch.zeros(3, 3)),
+        "inf": (torch.full((3, 3), INF), torch.full((3, 3), -INF)),
+    }
+    bad = []
+    for title, (logits, ref) in cases.items():
+        logits = logits.clone().requires_grad_()
+        mask = torch.full((len(logits),), title not in ("NaN", "inf"))
+        values = full_kl(logits, ref, direction=direction, mask_N=mask)
+        values.sum().backward()
+        if broken([values], logits.grad, ~mask) or bool((values < 0).any()) or bool(values[~mask].any()):
+            bad.append(title)
+    print(bad)
+    record_invariant(f"degenerate batches, full KL {direction}: broken", len(bad), 0)
