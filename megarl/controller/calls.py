@@ -13,19 +13,27 @@ from megarl.errors import RunError, UserError
 _GRACE = 3.0  # seconds in which a death is known that made another rank's call fail
 
 
-def wait_for(references: Sequence[Any], what: str, timeout: float, process: str) -> list[Any]:
+class ProcessLost(RunError):
+    """A process that died, or did not answer in time."""
+
+
+def wait_for(
+    references: Sequence[Any], what: str, timeout: float, process: str, numbers: Sequence[int] | None = None
+) -> list[Any]:
     """Results of remote calls, in order. The first failure is raised at once, not after the slowest call.
 
-    `what` is being done by the processes `process` 0, 1, … (a name such as "trainer rank"), one call each.
-    Raises RunError when a process died, an exception was raised there, or `timeout` (seconds) passed.
+    `what` is being done by the processes `process` 0, 1, … (a name such as "trainer rank"), one call each; `numbers` where they
+    are not all of them.
+    Raises RunError when an exception was raised there, ProcessLost when a process died or `timeout` (seconds) passed.
     """
-    names = {reference: f"{process} {number}" for number, reference in enumerate(references)}
+    at = range(len(references)) if numbers is None else numbers
+    names = {reference: f"{process} {number}" for number, reference in zip(at, references, strict=True)}
     pending = list(references)
     while pending:
         done, pending = ray.wait(pending, num_returns=1, timeout=timeout)
         if not done:
             silent = " and ".join(names[reference] for reference in pending)
-            raise RunError(f"{what}: no answer of {silent} within {timeout:.0f} s")
+            raise ProcessLost(f"{what}: no answer of {silent} within {timeout:.0f} s")
         try:
             ray.get(done[0])
         except ray.exceptions.RayTaskError as error:
@@ -59,6 +67,6 @@ def _death(error: Exception, name: str, what: str) -> Exception:
         if found := re.findall(rf"^\S*\b{kind.__name__}: (.+)$", text, re.MULTILINE):
             return kind(found[-1])
     if "connection error" in text:
-        return RunError(f"{what}: {name} died: it was killed, often for want of memory")
+        return ProcessLost(f"{what}: {name} died: it was killed, often for want of memory")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return RunError(f"{what}: {name} died: {(lines or ['no reason given'])[-1][:300]}")
+    return ProcessLost(f"{what}: {name} died: {(lines or ['no reason given'])[-1][:300]}")

@@ -1,9 +1,13 @@
-"""All rollout engines as one object: prompts go out, samples come back; weights go in."""
+"""All rollout engines as one object: prompts go out, samples come back; weights go in; an engine that is lost is started anew."""
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,80 +17,261 @@ import torch
 from megarl import cpu
 from megarl.batch import Prompt, Sample
 from megarl.config import Config
-from megarl.controller.calls import wait_for
+from megarl.controller.calls import ProcessLost, wait_for
+from megarl.controller.generation import Generation
+from megarl.errors import RunError
 from megarl.reshard.bucket import BucketSpec
-from megarl.rollout.engine import Engine
+from megarl.reshard.colocated import Receivers
+from megarl.rollout.engine import Engine, EngineLost
+from megarl.rollout.group import begin
 from megarl.rollout.sampling import Sampling
 
-_NAME = "rollout engine"
+NAME = "rollout engine"
+LOST = (EngineLost, ProcessLost)
+
+
+@dataclass
+class Slot:
+    """The place of one engine; who sits there may change."""
+
+    number: int
+    actor: Any = None
+    starting: Any = None  # the answer of one that is being started
+    begun: float = 0.0
+    starts: int = 0
+    info: dict[str, Any] = field(default_factory=dict)
+    current: bool = False  # has the weights that all have
 
 
 class EngineGroup:
-    """The rollout engines, each a Ray actor in its own process."""
+    """The rollout engines, each a Ray actor in its own process, started side by side.
 
-    def __init__(self, config: Config, folder: Path):
+    engines: how many. max_restarts: engines that may be lost between two weight updates; 0: the first loss ends the run.
+    progress_timeout: seconds without a token after which an engine is taken for hung. note: told of every restart.
+    oversample: so many times a step's groups are sampled at one time; sizes the cache on CPU.
+
+    renew: gives one engine the weights that all others have; set by who owns the weights, before anything is lost.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        *,
+        engines: int = 1,
+        max_restarts: int = 0,
+        progress_timeout: float = 300.0,
+        oversample: float = 1.0,
+        note: Callable[[str], None] = lambda _: None,
+    ):
         self.config = config
+        self.max_restarts = max_restarts
+        self.progress_timeout = progress_timeout
+        self.renew: Callable[[Receivers], None] | None = None
+        self.restarts = 0  # since the last weight update
+        self.keys = itertools.count()
+        self._note = note
+        self._folder = str(folder)
         r = config.rollout
-        threads = r.threads or os.cpu_count() or 1
+        self._threads = r.threads or max(1, (os.cpu_count() or 1) // engines)
+        self._cache = r.max_total_tokens or self._cache_tokens(engines, oversample)
         options = {"num_gpus": 0.5} if torch.cuda.is_available() else {"num_cpus": 0}
-        remote = ray.remote(Engine).options(
-            runtime_env={"env_vars": cpu.process_env(threads)}, max_concurrency=1, **options
+        self._remote = ray.remote(Engine).options(
+            runtime_env={"env_vars": cpu.process_env(self._threads)}, max_concurrency=1, **options
         )
-        self.actors = [
-            remote.remote(
-                str(folder),
-                dtype=r.dtype or config.model.dtype,
-                threads=threads,
-                max_total_tokens=r.max_total_tokens or self._cache_tokens(),
-                seed=config.run.seed,
-                extra=dict(r.engine),
-            )
-        ]
-        self._starting = [a.ready.remote() for a in self.actors]
+        self.slots = [Slot(number) for number in range(engines)]
+        self._updating: list[Slot] = []
+        for slot in self.slots:
+            self._start(slot)
+
+    def _start(self, slot: Slot) -> None:
+        r = self.config.rollout
+        slot.actor = self._remote.remote(
+            self._folder,
+            dtype=r.dtype or self.config.model.dtype,
+            threads=self._threads,
+            max_total_tokens=self._cache,
+            # no two engines that ever run draw the same numbers
+            seed=self.config.run.seed + slot.number + len(self.slots) * slot.starts,
+            extra=dict(r.engine),
+            start_timeout=r.start_timeout,
+            progress_timeout=self.progress_timeout,
+        )
+        slot.starts += 1
+        slot.starting, slot.begun, slot.current = slot.actor.ready.remote(), time.monotonic(), False
 
     def ready(self) -> None:
-        wait_for(self._starting, "starting the rollout engine", self.config.rollout.start_timeout, _NAME)
+        """Wait until all have started, with the folder's weights."""
+        starting = [slot.starting for slot in self.slots]
+        infos = wait_for(starting, "starting the rollout engine", self.config.rollout.start_timeout, NAME)
+        for slot, info in zip(self.slots, infos, strict=True):
+            slot.info, slot.starting, slot.current = info, None, True
+
+    # ---- sampling
+
+    def sample(self, sampling: Sampling) -> Generation:
+        """Begin to sample; one at a time. Groups are added to it and come back as they finish."""
+        return Generation(self, sampling, self.config.rollout.timeout)
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, group_suffix: str) -> list[Sample]:
         """`sampling.n` samples of every prompt, a prompt's samples next to each other, in the prompts' order."""
-        shares = [list(prompts[i :: len(self.actors)]) for i in range(len(self.actors))]
-        calls = [a.generate.remote(s, sampling, group_suffix) for a, s in zip(self.actors, shares, strict=True) if s]
-        answers = wait_for(calls, "rollout", self.config.rollout.timeout, _NAME)
-        by_prompt: list[list[Sample]] = [[] for _ in prompts]
-        for share, samples in enumerate(answers):
-            for i in range(0, len(samples), sampling.n):
-                by_prompt[share + i // sampling.n * len(self.actors)] = samples[i : i + sampling.n]
-        return [sample for group in by_prompt for sample in group]
+        groups = begin(prompts, sampling.n, group_suffix)
+        generation = self.sample(sampling)
+        generation.add(groups)
+        for _ in generation:
+            pass
+        return [sample for group in groups for sample in group.samples()]
 
     def score(self, token_ids: list[list[int]]) -> list[list[list[float]]]:
         """Each engine's log-probs of given tokens at temperature 1, from the second token of each sequence on."""
-        return self._all("score", "engine log-probs", token_ids)
+        answers: dict[int, Any] = {}
+        while missing := [slot for slot in self.slots if slot.number not in answers]:
+            self._settle()
+            answers |= self._each(missing, "score", "engine log-probs", token_ids)
+        return [answers[slot.number] for slot in self.slots]
+
+    # ---- weights
 
     def begin_update(self, version: int) -> None:
-        self._all("begin_update", "weight update", version)
+        """Open an update of all. An engine that is lost in it is started anew, and renewed before it is next used."""
+        self._settle(renew=False)
+        self.restarts = 0
+        self._updating = list(self.slots)
+        self._update("begin_update", version)
 
     def load(self, bucket: BucketSpec) -> Any:
-        return [a.load_bucket.remote(bucket) for a in self.actors]
+        return [(slot, slot.actor.load_bucket.remote(bucket)) for slot in self._updating]
 
     def loaded(self, token: Any) -> None:
-        wait_for(token, "weight update", self.config.cluster.worker_timeout, _NAME)
+        for slot, reference in token:
+            if slot in self._updating and not self._answers([slot], [reference], "weight update"):
+                self._updating.remove(slot)
 
     def end_update(self) -> list[dict[str, int]]:
-        return self._all("end_update", "weight update")
+        prints = self._update("end_update")
+        for slot in self._updating:
+            slot.current = True
+        return [prints[slot.number] for slot in self._updating]
+
+    def _update(self, method: str, *arguments: Any) -> dict[int, Any]:
+        answers = self._each(self._updating, method, "weight update", *arguments)
+        self._updating = [slot for slot in self._updating if slot.number in answers]
+        return answers
+
+    # ---- losses
+
+    def lose(self, slot: Slot, error: Exception, owed: int = 0) -> None:
+        """An engine is gone: start another in its place. RunError where too many were lost since the last weight update."""
+        ray.kill(slot.actor)
+        slot.starting, slot.current = None, False
+        self.restarts += 1
+        if self.max_restarts == 0 or self.renew is None:
+            raise RunError(str(error)) from None
+        if self.restarts > self.max_restarts:
+            raise RunError(
+                f"{NAME} {slot.number} was lost, and {self.max_restarts} were started anew in this step already "
+                f"(rollout.max_restarts): {error}"
+            ) from None
+        again = f", its {owed} unfinished responses are sampled again" if owed else ""
+        self._note(
+            f"{NAME} {slot.number} is started anew ({self.restarts} of {self.max_restarts} in this step){again}: {error}"
+        )
+        self._start(slot)
+
+    def wake(self) -> None:
+        """Take in those that were started anew and are ready now: they are given the current weights."""
+        for slot in self.slots:
+            while slot.starting is not None and self._is_ready(slot, 0.0):
+                self._receive(slot)
+            if slot.starting is None and not slot.current:
+                self._renew(slot)
+
+    def _settle(self, renew: bool = True) -> None:
+        """Wait until every engine runs, and with `renew` has the current weights."""
+        for slot in self.slots:
+            while slot.starting is not None or (renew and not slot.current):
+                if slot.starting is None:
+                    self._renew(slot)
+                elif self._is_ready(slot, self.config.rollout.start_timeout):
+                    self._receive(slot)
+
+    def _is_ready(self, slot: Slot, wait: float) -> bool:
+        done, _ = ray.wait([slot.starting], timeout=wait)
+        limit = self.config.rollout.start_timeout
+        if not done and time.monotonic() - slot.begun > limit:
+            self.lose(slot, ProcessLost(f"it did not start within {limit:.0f} s"))
+        return bool(done)
+
+    def _receive(self, slot: Slot) -> None:
+        try:
+            (slot.info,) = wait_for([slot.starting], "starting the rollout engine", 1.0, NAME, [slot.number])
+        except RunError as error:
+            self.lose(slot, error)
+        else:
+            slot.starting = None
+
+    def _renew(self, slot: Slot) -> None:
+        assert self.renew is not None  # nothing is lost and goes on without it
+        try:
+            self.renew(_One(self, slot))
+        except LOST as error:
+            self.lose(slot, error)
+        else:
+            slot.current = True
+
+    def _each(self, slots: Sequence[Slot], method: str, what: str, *arguments: Any) -> dict[int, Any]:
+        """The answers of those that are not lost over it."""
+        calls = [getattr(slot.actor, method).remote(*arguments) for slot in slots]
+        return self._answers(slots, calls, what)
+
+    def _answers(self, slots: Sequence[Slot], references: Sequence[Any], what: str) -> dict[int, Any]:
+        answers = {}
+        for slot, reference in zip(slots, references, strict=True):
+            try:
+                (answers[slot.number],) = self.answer(slot, reference, what)
+            except LOST as error:
+                self.lose(slot, error)
+        return answers
+
+    def answer(self, slot: Slot, reference: Any, what: str) -> list[Any]:
+        return wait_for([reference], what, self.config.cluster.worker_timeout, NAME, [slot.number])
+
+    # ---- the end
 
     def shutdown(self) -> None:
         """Ask the engines to end; who is too busy to hear it is killed, and what it started ends with it."""
-        ray.wait([a.shutdown.remote() for a in self.actors], num_returns=len(self.actors), timeout=2)
-        for actor in self.actors:
+        actors = [slot.actor for slot in self.slots]
+        ray.wait([a.shutdown.remote() for a in actors], num_returns=len(actors), timeout=2)
+        for actor in actors:
             ray.kill(actor)
 
-    def _all(self, method: str, what: str, *arguments: Any) -> list[Any]:
-        calls = [getattr(a, method).remote(*arguments) for a in self.actors]
-        return wait_for(calls, what, self.config.cluster.worker_timeout, _NAME)
-
-    def _cache_tokens(self) -> int | None:
-        """On CPU the cache is sized to hold a whole step at once; on GPU SGLang sizes it to the memory it finds."""
+    def _cache_tokens(self, engines: int, oversample: float) -> int | None:
+        """On CPU a cache holds an engine's part of a step at once; on GPU SGLang sizes it to the memory it finds."""
         if torch.cuda.is_available():
             return None
         r, d = self.config.rollout, self.config.data
-        return d.prompts_per_step * (d.max_prompt_tokens + r.n * (r.max_new_tokens + 1)) + 1024
+        groups = math.ceil(math.ceil(d.prompts_per_step * oversample) / engines)
+        return groups * (d.max_prompt_tokens + r.n * (r.max_new_tokens + 1)) + 1024
+
+
+class _One:
+    """One engine, as the side that weights are given to. Its loss is raised, not mended: who renews it does that."""
+
+    def __init__(self, group: EngineGroup, slot: Slot):
+        self._group = group
+        self._slot = slot
+
+    def begin_update(self, version: int) -> None:
+        self._call("begin_update", version)
+
+    def load(self, bucket: BucketSpec) -> object:
+        return self._slot.actor.load_bucket.remote(bucket)
+
+    def loaded(self, token: object) -> None:
+        self._group.answer(self._slot, token, "weight update")
+
+    def end_update(self) -> list[dict[str, int]]:
+        return self._call("end_update")
+
+    def _call(self, method: str, *arguments: Any) -> list[Any]:
+        return self._group.answer(self._slot, getattr(self._slot.actor, method).remote(*arguments), "weight update")

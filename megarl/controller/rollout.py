@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
-from megarl.batch import Batch, Prompt
+from megarl.batch import Batch, Prompt, Sample
 from megarl.config.paths import user_path
 from megarl.config.schema import RolloutConfig
 from megarl.controller.engines import EngineGroup
+from megarl.controller.generation import Generation
 from megarl.controller.record import Recorder, read_steps
 from megarl.errors import RunError
+from megarl.rollout.group import Group, begin
 from megarl.rollout.sampling import Sampling
 
 
@@ -22,29 +27,176 @@ class Rollout(Protocol):
     def close(self) -> None: ...
 
 
-class Generated:
-    """Samples from the engines, written to a recording where one is asked for."""
+@dataclass(frozen=True)
+class Selection:
+    """Which groups make a step, and when they are looked at.
 
-    def __init__(self, engines: EngineGroup, config: RolloutConfig):
+    score: what a finished group earns, as fields of the samples; called while others are still sampled.
+    keep: whether a finished, scored group counts (the dynamic filter of DAPO, arXiv:2503.14476, sec. 3.2, keeps those whose rewards
+    differ); further prompts are asked for until as many groups counted as the step has prompts.
+    more: further prompts, when the step's own are used up.
+    oversample: so many times the groups that are still wanted are being sampled; with the last one wanted the rest is stopped.
+    unfinished: what was stopped is dropped, or kept: it goes on in the next step, before new prompts, and groups that were
+    finished but not wanted count there. Such a response has tokens of several weight versions.
+    limit: times a step's prompts that may be begun in one step.
+    """
+
+    score: Callable[[Batch], Batch] | None = None
+    keep: Callable[[Batch], bool] | None = None
+    more: Callable[[int], Sequence[Prompt]] | None = None
+    oversample: float = 1.0
+    unfinished: Literal["drop", "keep"] = "drop"
+    limit: float = 10.0
+
+
+@dataclass
+class _Counted:
+    """A group that makes part of a step."""
+
+    order: int
+    samples: list[Sample]
+    batch: Batch
+
+
+@dataclass
+class _Step:
+    """One step's sampling. `asked` are groups that were begun in it."""
+
+    number: int
+    wanted: int
+    counted: list[_Counted] = field(default_factory=list)
+    asked: int = 0
+    resumed: int = 0
+    rejected: int = 0
+    left: int = 0
+    seen: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def missing(self) -> int:
+        return self.wanted - len(self.counted)
+
+
+class Generated:
+    """Samples from the engines, written to a recording where one is asked for.
+
+    A batch's meta has under "rollout" how many groups were asked, resumed, rejected by the filter and left unfinished, and how many
+    engines were lost.
+    """
+
+    def __init__(
+        self,
+        engines: EngineGroup,
+        config: RolloutConfig,
+        *,
+        selection: Selection = Selection(),
+        min_p: float = 0.0,
+        stop: Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
+    ):
         self._engines = engines
+        self._selection = selection
         self._sampling = Sampling(
             n=config.n,
             temperature=config.temperature,
             top_p=config.top_p,
             top_k=config.top_k,
+            min_p=min_p,
             max_new_tokens=config.max_new_tokens,
+            stop=tuple(stop),
+            stop_token_ids=tuple(stop_token_ids),
         )
         self._recorder = Recorder(user_path(config.record)) if config.record else None
+        self._resumed: deque[Group] = deque()
+        self._new: deque[Group] = deque()
+        self._over: list[_Counted] = []  # counted in an earlier step, and not wanted there any more
+        self._begun = 0
 
     def collect(self, prompts: Sequence[Prompt], step: int) -> Batch:
-        samples = self._engines.generate(prompts, self._sampling, group_suffix=f"@{step}")
-        if self._recorder is not None:
-            self._recorder.add(step, samples)
-        return Batch.from_samples(samples)
+        """As many groups as there are prompts, in the order in which they were begun."""
+        state = _Step(step, len(prompts))
+        self._begin(prompts, state)
+        state.counted, self._over = self._over[: state.wanted], self._over[state.wanted :]
+        if state.missing:
+            generation = self._engines.sample(self._sampling)
+            self._top_up(generation, state)
+            for group in generation:
+                self._judge(group, state)
+                if state.missing <= 0:
+                    break
+                self._top_up(generation, state)
+            self._put_away(generation.abort(), state)
+        self._over += state.counted[state.wanted :]
+        return self._batch(sorted(state.counted[: state.wanted], key=lambda counted: counted.order), state)
 
     def close(self) -> None:
         if self._recorder is not None:
             self._recorder.close()
+
+    def _begin(self, prompts: Sequence[Prompt], state: _Step) -> None:
+        groups = begin(prompts, self._sampling.n, f"@{state.number}", self._begun, state.seen)
+        self._new += groups
+        self._begun += len(groups)
+
+    def _top_up(self, generation: Generation, state: _Step) -> None:
+        """Let as many groups be sampled as are wanted, oversampled."""
+        lacking = math.ceil(state.missing * self._selection.oversample) - len(generation)
+        for _ in range(lacking):
+            if self._resumed:
+                generation.add([self._resumed.popleft()])
+                state.resumed += 1
+                continue
+            if not self._new and not self._ask_more(generation, state):
+                return
+            generation.add([self._new.popleft()])
+            state.asked += 1
+
+    def _ask_more(self, generation: Generation, state: _Step) -> bool:
+        """Take further prompts where that is possible. RunError where it is not, and the step cannot be filled without."""
+        full = state.asked >= self._selection.limit * state.wanted
+        if self._selection.more is None or full:
+            if len(generation) < state.missing:
+                why = "rollout.filter_limit allows no more" if full else "there are no more prompts"
+                raise RunError(
+                    f"step {state.number}: {state.asked + state.resumed} groups were sampled and {len(state.counted)} of "
+                    f"{state.wanted} passed the filter; {why}"
+                )
+            return False
+        self._begin(self._selection.more(1), state)
+        return bool(self._new)
+
+    def _judge(self, group: Group, state: _Step) -> None:
+        samples = group.samples()
+        batch = Batch.from_samples(samples)
+        if self._selection.score is not None:
+            batch = batch.union(self._selection.score(batch))
+        if self._selection.keep is None or self._selection.keep(batch):
+            state.counted.append(_Counted(group.order, samples, batch))
+        else:
+            state.rejected += 1
+
+    def _put_away(self, groups: Sequence[Group], state: _Step) -> None:
+        """What is left when a step has enough. Nothing is lost of a group that was not begun yet."""
+        for group in reversed(groups):
+            state.left += not group.finished
+            if not any(response.token_ids for response in group.responses):
+                self._new.appendleft(group)
+            elif self._selection.unfinished == "keep" and group.finished:
+                self._judge(group, state)
+            elif self._selection.unfinished == "keep":
+                self._resumed.appendleft(group)
+
+    def _batch(self, counted: Sequence[_Counted], state: _Step) -> Batch:
+        if self._recorder is not None:
+            self._recorder.add(state.number, [sample for group in counted for sample in group.samples])
+        batch = Batch.concat([group.batch for group in counted]) if counted else Batch.from_samples([])
+        batch.meta["rollout"] = {
+            "asked": state.asked,
+            "resumed": state.resumed,
+            "rejected": state.rejected,
+            "unfinished": state.left,
+            "restarts": self._engines.restarts,
+        }
+        return batch
 
 
 class Replayed:

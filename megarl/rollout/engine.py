@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -63,7 +64,7 @@ class Engine:
         self._log = Path(log) if log else Path(self._folder, "log.txt")
         self._dead: str | None = None
         self._progress_timeout = progress_timeout
-        self._next_key = 0
+        self._keys = itertools.count()
         self._process, self._connection = self._spawn(threads or os.cpu_count() or 1)
         settings = {
             "model_path": str(model_path),
@@ -74,6 +75,8 @@ class Engine:
         }
         try:
             self._info = self._call("start", settings, timeout=start_timeout)
+        except EngineLost as error:  # there never was an engine
+            raise RunError(str(error)) from None
         except BaseException:
             self.shutdown()
             raise
@@ -123,12 +126,11 @@ class Engine:
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, group_suffix: str = "") -> list[Sample]:
         """Sample `sampling.n` responses a prompt; a prompt's samples stand together and share a group. See `exchange`."""
         groups = begin(prompts, sampling.n, group_suffix)
-        router = Router(sampling.max_new_tokens, self._next_key)
+        router = Router(sampling.max_new_tokens, self._keys)
         router.join(0, self._info["capacity"])
         router.add(groups)
         while router.unanswered:
             router.answered(0, self.exchange(router.dispatch([0])[0], sampling).answers)
-        self._next_key = router.next_key
         return [sample for group in groups for sample in group.samples()]
 
     def score(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -173,7 +175,7 @@ class Engine:
     def _call(self, method: str, *arguments: Any, timeout: float | None = None) -> Any:
         if self._dead:
             raise EngineLost(f"the SGLang engine is not running: {self._dead}")
-        doing = "while starting" if method == "start" else f"during {method}"
+        doing = {"start": "while starting", "exchange": "while sampling"}.get(method, f"during {method}")
         try:
             self._connection.send((method, arguments))
             limit = self._progress_timeout if timeout is None else timeout

@@ -70,12 +70,14 @@ class Group:
         )
 
 
-def begin(prompts: Sequence[Prompt], n: int, suffix: str = "", order: int = 0) -> list[Group]:
+def begin(
+    prompts: Sequence[Prompt], n: int, suffix: str = "", order: int = 0, seen: Counter[str] | None = None
+) -> list[Group]:
     """A new group for every prompt, named `uid` + `suffix`. The same problem twice makes two groups.
 
-    order: the first group's place.
+    order: the first group's place. seen: how often problems were named with this suffix before; it is brought up to date.
     """
-    seen: Counter[str] = Counter()
+    seen = Counter() if seen is None else seen
     groups = []
     for at, prompt in enumerate(prompts):
         seen[prompt.uid] += 1

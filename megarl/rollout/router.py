@@ -8,7 +8,7 @@ happens to engines every response is finished once.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from megarl.errors import RunError
@@ -24,11 +24,14 @@ class _Engine:
 
 
 class Router:
-    """Groups in, asks out; answers in, finished groups out. `max_new_tokens` bounds a response over all its pieces."""
+    """Groups in, asks out; answers in, finished groups out.
 
-    def __init__(self, max_new_tokens: int, first_key: int = 0):
+    max_new_tokens: of a response, over all its pieces. keys: never the same twice for an engine.
+    """
+
+    def __init__(self, max_new_tokens: int, keys: Iterator[int]):
         self._budget = max_new_tokens
-        self._next_key = first_key
+        self._keys = keys
         self._engines: dict[int, _Engine] = {}
         self._waiting: deque[Group] = deque()
         self._aborted: dict[int, Group] = {}  # by order: came back unfinished, with pieces of it perhaps still open
@@ -48,6 +51,9 @@ class Router:
         groups = {id(group): group for group, _, _ in gone.open.values()}
         self._waiting.extendleft(sorted(groups.values(), key=lambda group: group.order, reverse=True))
         return len(gone.open)
+
+    def knows(self, engine: int) -> bool:
+        return engine in self._engines
 
     def owes(self, engine: int) -> int:
         """Responses that an engine has not answered yet."""
@@ -84,10 +90,10 @@ class Router:
         for at in group.unfinished:
             begun = group.responses[at].token_ids
             budget = self._budget - len(begun)
-            asks.append(Ask(self._next_key, group.prompt.token_ids, list(begun), budget))
-            engine.open[self._next_key] = (group, at, owed + budget)
+            key = next(self._keys)
+            asks.append(Ask(key, group.prompt.token_ids, list(begun), budget))
+            engine.open[key] = (group, at, owed + budget)
             engine.owed += owed + budget
-            self._next_key += 1
             owed = 0
         return asks
 
@@ -123,7 +129,3 @@ class Router:
         self._aborted.clear()
         self.aborting = False
         return [groups[order] for order in sorted(groups)]
-
-    @property
-    def next_key(self) -> int:
-        return self._next_key

@@ -123,7 +123,7 @@ class Server:
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(self.model_path)
-        return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
+        return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
     # ---- weights
 
