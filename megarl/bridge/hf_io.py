@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +22,7 @@ from megarl.errors import RunError, UserError
 
 INDEX = "model.safetensors.index.json"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
 SHARD_BYTES = 5_000_000_000
 # What belongs to a checkpoint besides its weights; the folder's own records (sha256.json) and documents stay behind.
 COMPANIONS = (
@@ -142,13 +143,21 @@ class HFWriter:
     """Safetensors files whose places are planned from names and shapes: tensors come one by one and in any order.
 
     `folder` exists and is the caller's to rename. On leaving the block without an error, every tensor must have come once.
+    Tensors are written as `dtype`, those of `float32` as float32.
     """
 
-    def __init__(self, folder: Path, shapes: Mapping[str, Shape], dtype: torch.dtype, shard_bytes: int = SHARD_BYTES):
-        kinds = {value: key for key, value in DTYPES.items()}
-        if dtype not in kinds:
-            raise UserError(f"Weights cannot be written as {dtype}; {', '.join(map(str, kinds))} can.")
-        self._dtype, self._kind, self._shapes = dtype, kinds[dtype], dict(shapes)
+    def __init__(
+        self,
+        folder: Path,
+        shapes: Mapping[str, Shape],
+        dtype: torch.dtype,
+        shard_bytes: int = SHARD_BYTES,
+        float32: Collection[str] = (),
+    ):
+        if dtype not in _KINDS:
+            raise UserError(f"Weights cannot be written as {dtype}; {', '.join(map(str, _KINDS))} can.")
+        self._shapes = dict(shapes)
+        self._dtypes = {name: torch.float32 if name in float32 else dtype for name in shapes}
         self._folder = folder
         self._left = set(self._shapes)
         self._place: dict[str, tuple[BinaryIO, int]] = {}
@@ -163,14 +172,14 @@ class HFWriter:
             (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Writes one tensor, cast to the writer's dtype. Raises ValueError for one that is unknown, misshapen or came before."""
+        """Writes one tensor, cast to its dtype. Raises ValueError for one that is unknown, misshapen or came before."""
         if name not in self._left:
             raise ValueError(f"{name} was written before" if name in self._shapes else f"{name} is not to be written")
         if tuple(tensor.shape) != tuple(self._shapes[name]):
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, not {self._shapes[name]}")
         file, offset = self._place[name]
         file.seek(offset)
-        flat = tensor.detach().to("cpu", self._dtype).contiguous().flatten()
+        flat = tensor.detach().to("cpu", self._dtypes[name]).contiguous().flatten()
         file.write(flat.view(torch.uint8).numpy().data)
         self._left.discard(name)
 
@@ -190,7 +199,7 @@ class HFWriter:
                 os.fsync(file.fileno())
 
     def _bytes(self, name: str) -> int:
-        return int(torch.Size(self._shapes[name]).numel()) * self._dtype.itemsize
+        return int(torch.Size(self._shapes[name]).numel()) * self._dtypes[name].itemsize
 
     def _plan(self, shard_bytes: int) -> list[list[str]]:
         shards: list[list[str]] = [[]]
@@ -209,7 +218,8 @@ class HFWriter:
         offset = 0
         for name in names:
             end = offset + self._bytes(name)
-            header[name] = {"dtype": self._kind, "shape": list(self._shapes[name]), "data_offsets": [offset, end]}
+            kind = _KINDS[self._dtypes[name]]
+            header[name] = {"dtype": kind, "shape": list(self._shapes[name]), "data_offsets": [offset, end]}
             offset = end
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # tensors start aligned
@@ -230,9 +240,10 @@ def save_hf(
     overwrite: bool = False,
     shard_bytes: int = SHARD_BYTES,
     changes: Mapping[str, Any] | None = None,
+    float32: Collection[str] = (),
 ) -> Path:
-    """Writes a Hugging Face folder: `tensors` (exactly those of `shapes`) as `dtype`, everything else from `source`; `changes`
-    are fields of config.json.
+    """Writes a Hugging Face folder: `tensors` (exactly those of `shapes`) as `dtype`, but those of `float32` as float32;
+    everything else from `source`; `changes` are fields of config.json.
 
     It is written aside and renamed. Raises UserError where `folder` exists, RunError where the disk does not take it.
     """
@@ -240,7 +251,7 @@ def save_hf(
     try:
         with new_folder(target, overwrite=overwrite) as building:
             copy_companions(origin, building, dtype, changes or {})
-            with HFWriter(building, shapes, dtype, shard_bytes) as writer:
+            with HFWriter(building, shapes, dtype, shard_bytes, float32) as writer:
                 for name, tensor in tensors:
                     writer.write(name, tensor)
     except OSError as error:

@@ -24,6 +24,7 @@ def export_hf(cfg: Config, prepared: Prepared, sync: WeightSync, target: Path) -
             prepared.folder,
             shapes=prepared.model.hf_shapes,
             dtype=getattr(torch, dtype),
+            float32=prepared.model.float32,
         )
     finally:
         transfer.close()

@@ -132,10 +132,12 @@ class Colocated:
 
 
 def _plan(model_map: ModelMap, dtype: torch.dtype, bucket_bytes: int) -> list[BucketSpec]:
-    """Every tensor of the checkpoint once, in order; a tensor larger than a bucket travels alone in one of its own size."""
+    """Every tensor of the checkpoint once, in order, as `dtype` or, where it stays that, as float32; a tensor larger than a bucket
+    travels alone in one of its own size."""
     groups: list[list[tuple[str, torch.dtype, tuple[int, ...]]]] = []
+    kept = model_map.float32
     for name, shape in model_map.hf_shapes.items():
-        tensor = (name, dtype, tuple(shape))
+        tensor = (name, torch.float32 if name in kept else dtype, tuple(shape))
         if groups and BucketSpec.plan("", [*groups[-1], tensor]).nbytes <= bucket_bytes:
             groups[-1].append(tensor)
         else:

@@ -18,6 +18,7 @@ from megarl.reshard.fingerprint import combine, partial
 class _Slice(NamedTuple):
     tensor: torch.Tensor
     copy: Copy
+    float32: bool  # whatever the model's dtype is
 
 
 class ShardWriter:
@@ -37,7 +38,7 @@ class ShardWriter:
             if not parameter.exported or replica is None or turns[of_experts] % replica[1] != replica[0]:
                 continue
             for copy in parameter.copies(place):
-                self._slices[copy.hf_name].append(_Slice(tensor.data, copy))
+                self._slices[copy.hf_name].append(_Slice(tensor.data, copy, parameter.float32))
 
     @torch.no_grad()
     def write(self, bucket: BucketSpec) -> None:
@@ -48,12 +49,13 @@ class ShardWriter:
 
     @torch.no_grad()
     def fingerprints(self, names: Iterable[str], dtype: str) -> dict[str, int]:
-        """This rank's share of the fingerprints of the named tensors, taken in `dtype`, modulo 2**64."""
-        kind = getattr(torch, dtype)
+        """This rank's share of the fingerprints of the named tensors, modulo 2**64: taken in `dtype`, or in float32 where a
+        tensor stays that."""
         shares: dict[str, int] = {}
         for name in names:
             pieces = self._slices.get(name, ())
             if pieces:
+                kind = torch.float32 if pieces[0].float32 else getattr(torch, dtype)
                 shares[name] = combine(
                     [partial(p.tensor[p.copy.local].to(kind), [s.start for s in p.copy.hf]) for p in pieces]
                 )

@@ -283,6 +283,16 @@ def test_leftovers_of_killed_builds_are_cleared(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "other.tmp-1"]
 
 
+def test_what_stays_float32_is_written_so(tmp_path: Path) -> None:
+    source = make_tiny("deepseek", tmp_path / "source")
+    model = ModelMap.from_hf(source)
+    target = exported(source, tmp_path / "target", torch.bfloat16, float32=model.float32)
+    before, after = HFReader(source), HFReader(target)
+    for name in model.hf_shapes:
+        assert after.dtype(name) == (torch.float32 if name.endswith("correction_bias") else torch.bfloat16)
+        assert torch.equal(after.get(name), before.get(name).to(after.dtype(name)))
+
+
 def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be made: Not a directory"), new_folder(tmp_path / "file" / "model"):
