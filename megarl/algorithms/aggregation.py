@@ -49,15 +49,16 @@ def denominators(mask_BT: Tensor, max_length: int | None = None) -> Denominators
     return Denominators(float(mask_BT.sum()), float(mask_BT.any(-1).sum()), float(max_length))
 
 
-def aggregate(loss_BT: Tensor, mask_BT: Tensor, mode: str) -> Tensor:
+def aggregate(loss_BT: Tensor, mask_BT: Tensor, mode: str, *, masked: bool = False) -> Tensor:
     """This piece's part of the mini-batch's sum, a scalar; `Denominators.of(mode)` divides it.
 
     token_mean, token_sum, seq_mean_token_sum, seq_mean_token_sum_norm: the sum over unmasked tokens.
     seq_mean_token_mean: the sum over sequences of their means. ValueError on another mode.
+    masked: the loss is 0 where masked already, and finite.
     """
     if mode not in AGGREGATIONS:
         raise ValueError(f"no aggregation {mode!r}; there are {', '.join(AGGREGATIONS)}")
-    kept_BT = keep(loss_BT, mask_BT)
+    kept_BT = loss_BT if masked else keep(loss_BT, mask_BT)
     if mode != "seq_mean_token_mean":
         return kept_BT.sum()
     tokens_B = as_mask(mask_BT).sum(-1)

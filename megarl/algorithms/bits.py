@@ -16,10 +16,33 @@ from megarl.algorithms.masking import as_mask, working
 _INTEGER = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
+class BitMask:
+    """A mask, and the bits of it; made once where several tensors are masked alike."""
+
+    def __init__(self, mask_BT: Tensor):
+        self.bool_BT = as_mask(mask_BT)
+        self._bits: dict[torch.dtype, Tensor] = {}
+
+    def __call__(self, values_BT: Tensor) -> Tensor:
+        """The values in working precision, 0 where masked. No value and no gradient passes the mask."""
+        kept_BT: Tensor = _Keep.apply(values_BT, self)
+        return kept_BT
+
+    def keep_(self, values_BT: Tensor) -> Tensor:
+        """The same in place and without gradient, on a tensor in working precision that nobody else has."""
+        integer = _INTEGER[values_BT.dtype]
+        values_BT.view(integer).bitwise_and_(self.bits(integer))
+        return values_BT
+
+    def bits(self, integer: torch.dtype) -> Tensor:
+        if integer not in self._bits:
+            self._bits[integer] = self.bool_BT.view(torch.int8).to(integer).neg_()
+        return self._bits[integer]
+
+
 def keep(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """The values in working precision, 0 where masked. No value and no gradient passes the mask."""
-    kept_BT: Tensor = _Keep.apply(values_BT, as_mask(mask_BT))
-    return kept_BT
+    return BitMask(mask_BT)(values_BT)
 
 
 def zero_where_(values_BT: Tensor, condition_BT: Tensor) -> Tensor:
@@ -31,16 +54,15 @@ def zero_where_(values_BT: Tensor, condition_BT: Tensor) -> Tensor:
 
 class _Keep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values_BT: Tensor, mask_BT: Tensor) -> Tensor:
-        ctx.save_for_backward(mask_BT)
-        ctx.dtype = values_BT.dtype
-        return _and(working(values_BT), mask_BT)
+    def forward(ctx: Any, values_BT: Tensor, mask: BitMask) -> Tensor:
+        ctx.mask, ctx.dtype = mask, values_BT.dtype
+        return _and(working(values_BT), mask)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        return _and(grad_outputs[0], ctx.saved_tensors[0]).to(ctx.dtype), None
+        return _and(grad_outputs[0], ctx.mask).to(ctx.dtype), None
 
 
-def _and(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
+def _and(values_BT: Tensor, mask: BitMask) -> Tensor:
     integer = _INTEGER[values_BT.dtype]
-    return values_BT.view(integer).bitwise_and(mask_BT.view(torch.int8).to(integer).neg_()).view(values_BT.dtype)
+    return values_BT.view(integer).bitwise_and(mask.bits(integer)).view(values_BT.dtype)

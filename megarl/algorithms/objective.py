@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.aggregation import AGGREGATIONS, Denominators, aggregate
-from megarl.algorithms.bits import keep
+from megarl.algorithms.bits import BitMask, keep
 from megarl.algorithms.divergence import KL_ESTIMATORS, kl
 from megarl.algorithms.masking import as_mask
 from megarl.algorithms.policy_losses import PolicyLoss, policy_loss
@@ -119,41 +119,43 @@ class Objective:
         data: (B, T) each: old_log_probs, advantages, loss_mask; ref_log_probs where there is a reference; what `prepare`
         made; rollout_log_probs where the loss looks at them; correction_weights (no gradient) multiply the policy loss.
         """
-        mask_BT = as_mask(field_of(data, "loss_mask", log_probs_BT))
-        policy = self._policy_loss(log_probs_BT, entropy_BT, data, mask_BT)
+        mask = BitMask(field_of(data, "loss_mask", log_probs_BT))
+        policy = self._policy_loss(log_probs_BT, entropy_BT, data, mask)
 
         def share(values_BT: Tensor, mode: str = self.mode) -> Tensor:
-            return aggregate(values_BT, mask_BT, mode) / denominators.of(mode)
+            """Of values that are 0 where masked."""
+            return aggregate(values_BT, mask.bool_BT, mode, masked=True) / denominators.of(mode)
 
-        def by_token(values_BT: Tensor | None) -> Tensor:
-            if values_BT is None:
-                return torch.zeros((), device=mask_BT.device)
-            if values_BT.dtype == torch.bool:
-                return (values_BT & mask_BT).count_nonzero() / denominators.of("token_mean")
-            return share(values_BT.detach(), "token_mean")
+        def fraction(chosen_BT: Tensor | None) -> Tensor:
+            if chosen_BT is None:
+                return torch.zeros((), device=log_probs_BT.device)
+            return (as_mask(chosen_BT) & mask.bool_BT).count_nonzero() / denominators.of("token_mean")
 
         loss_BT = policy.loss_BT
         if "correction_weights" in data:
-            loss_BT = loss_BT * keep(field_of(data, "correction_weights", log_probs_BT).detach(), mask_BT)
-        drift_BT, _ = clamped_log_ratio(log_probs_BT, field_of(data, "old_log_probs", log_probs_BT), mask_BT)
+            loss_BT = loss_BT * mask(field_of(data, "correction_weights", log_probs_BT).detach())
+        drift_BT = policy.log_ratio_BT
+        if drift_BT is None:
+            drift_BT, _ = clamped_log_ratio(log_probs_BT, field_of(data, "old_log_probs", log_probs_BT), mask)
         loss = share(loss_BT)
-        sums = {"pg_loss": loss, "clip_fraction": by_token(policy.clipped_BT), "ppo_kl": -by_token(drift_BT)}
+        sums = {"pg_loss": loss, "clip_fraction": fraction(policy.clipped_BT), "ppo_kl": -share(drift_BT, "token_mean")}
         if policy.dual_clipped_BT is not None:
-            sums["dual_clip_fraction"] = by_token(policy.dual_clipped_BT)
+            sums["dual_clip_fraction"] = fraction(policy.dual_clipped_BT)
         if entropy_BT is not None:
-            sums["entropy"] = by_token(entropy_BT)
+            entropy_BT = mask(entropy_BT)
+            sums["entropy"] = share(entropy_BT.detach(), "token_mean")
         if self.entropy_coefficient:
             if entropy_BT is None:
                 raise ValueError("the objective has an entropy coefficient, but was given no entropy")
             loss = loss - self.entropy_coefficient * share(entropy_BT)
         if self.kl_coefficient or "ref_log_probs" in data:
             ref_log_probs_BT = field_of(data, "ref_log_probs", log_probs_BT)
-            kl_BT = kl(log_probs_BT, ref_log_probs_BT, mask_BT, self.kl_estimator)
-            sums["kl_loss"], sums["kl"] = share(kl_BT), by_token(kl_BT)
+            kl_BT = kl(log_probs_BT, ref_log_probs_BT, mask.bool_BT, self.kl_estimator)
+            sums["kl_loss"], sums["kl"] = share(kl_BT), share(kl_BT.detach(), "token_mean")
             if self.kl_coefficient:
                 loss = loss + self.kl_coefficient * sums["kl_loss"]
-        ratio_BT = drift_BT.exp() if policy.ratio_BT is None else policy.ratio_BT
-        maxima = {"ratio_max": maximum(ratio_BT, mask_BT), "abs_log_ratio_max": maximum(drift_BT.abs(), mask_BT)}
+        ratio_BT = drift_BT.exp() if policy.ratio_BT is None else policy.ratio_BT.detach()
+        maxima = {"ratio_max": maximum(mask(ratio_BT)), "abs_log_ratio_max": maximum(drift_BT.abs())}
         return ObjectiveResult(loss, {name: value.detach() for name, value in sums.items()}, maxima)
 
     @property
@@ -161,24 +163,27 @@ class Objective:
         return tuple(_field(name) for name in policy_loss.traits(self.policy_loss).makes)
 
     def _policy_loss(
-        self, log_probs_BT: Tensor, entropy_BT: Tensor | None, data: Mapping[str, Tensor], mask_BT: Tensor
+        self, log_probs_BT: Tensor, entropy_BT: Tensor | None, data: Mapping[str, Tensor], mask: BitMask
     ) -> PolicyLoss:
         given = {"log_probs_BT": log_probs_BT} | ({} if entropy_BT is None else {"entropy_BT": entropy_BT})
         given["old_log_probs_BT"] = field_of(data, "old_log_probs", log_probs_BT)
         given["advantages_BT"] = field_of(data, "advantages", log_probs_BT)
         if "rollout_log_probs" in self.needs or "rollout_log_probs" in data:
             given["behaviour_log_probs_BT"] = field_of(data, "rollout_log_probs", log_probs_BT)
-        # Masked here as well, for the sake of losses that users write: junk must not reach their gradients either.
-        offered: dict[str, Tensor] = {name: keep(values_BT, mask_BT) for name, values_BT in given.items()}
-        offered |= {f"{name}_BT": field_of(data, name, log_probs_BT) for name in self._made}
-        result = self._call(policy_loss.get(self.policy_loss), offered | {"mask_BT": mask_BT})
+        masked = policy_loss.traits(self.policy_loss).masked
+        if not masked:  # for the sake of losses that users write: junk must not reach their values and gradients either
+            given = {name: mask(values_BT) for name, values_BT in given.items()}
+        given |= {f"{name}_BT": field_of(data, name, log_probs_BT) for name in self._made}
+        result = self._call(policy_loss.get(self.policy_loss), given | {"mask_BT": mask.bool_BT})
         if not isinstance(result, PolicyLoss):
             raise TypeError(f"policy loss {self.policy_loss!r} must return a PolicyLoss, not {type(result).__name__}")
         for name, values in result._asdict().items():
-            if values is not None and values.shape != mask_BT.shape:  # it might broadcast to something, silently
-                wanted = f"{tuple(mask_BT.shape)}, not {tuple(values.shape)}"
+            if values is not None and values.shape != log_probs_BT.shape:  # it might broadcast to something, silently
+                wanted = f"{tuple(log_probs_BT.shape)}, not {tuple(values.shape)}"
                 raise ValueError(f"policy loss {self.policy_loss!r}: {name} must be of shape {wanted}")
-        return result
+        if masked:
+            return result
+        return result._replace(loss_BT=mask(result.loss_BT), log_ratio_BT=None)
 
     def _call(self, function: Any, offered: Mapping[str, Any]) -> Any:
         """With the settings and those of the options that it takes: a loss and its `prepare` may share them out."""
@@ -206,7 +211,6 @@ def field_of(data: Mapping[str, Tensor], name: str, like_BT: Tensor | None = Non
     return data[name]
 
 
-def maximum(values_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """Of values that are not negative; 0 where nothing is unmasked."""
-    kept_BT = keep(values_BT.detach(), mask_BT)
-    return kept_BT.amax() if kept_BT.numel() else kept_BT.new_zeros(())
+def maximum(values_BT: Tensor) -> Tensor:
+    """Of values that are not negative, and 0 where masked; 0 of none."""
+    return values_BT.amax() if values_BT.numel() else values_BT.new_zeros(())

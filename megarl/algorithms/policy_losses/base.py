@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megarl.algorithms.bits import keep
+from megarl.algorithms.bits import BitMask
 from megarl.algorithms.masking import LOG_RATIO_LIMIT, working
 from megarl.algorithms.registry import Registry
 
@@ -23,6 +23,7 @@ class PolicyLoss(NamedTuple):
     ratio_BT: Tensor | None = None  # that the loss works with: pi / pi_old of the token or its sequence; None: no ratio
     clipped_BT: Tensor | None = None  # bool: the clip decided, so the token has no gradient; None: nothing is clipped
     dual_clipped_BT: Tensor | None = None  # bool: the dual clip decided
+    log_ratio_BT: Tensor | None = None  # log(pi / pi_old) within ±20, 0 where masked: spares others making it again
 
 
 PolicyLossFunction = Callable[..., PolicyLoss]
@@ -35,10 +36,11 @@ class Traits(NamedTuple):
     aggregation: str = "token_mean"  # where the configuration leaves it to the loss
     prepare: PrepareFunction | None = None  # run once on the whole mini-batch, before it is cut
     makes: tuple[str, ...] = ()  # names of the (B, T) tensors that `prepare` gives, arguments of the loss
+    masked: bool = False  # masks its inputs itself, and its loss is 0 where masked: others need not do it again
 
 
 class PolicyLosses(Registry[PolicyLossFunction]):
-    """`@policy_loss("name", aggregation=..., prepare=..., makes=(...))`.
+    """`@policy_loss("name", aggregation=..., prepare=..., makes=(...), masked=...)`: see `Traits`.
 
     prepare(old_log_probs_BT, advantages_BT, mask_BT, **settings and options that it takes) -> {name: (B, T)}: statistics
     of the whole mini-batch, for a loss that cannot be told from one piece of it (a quantile, the largest k). It must
@@ -67,6 +69,7 @@ class PolicyLosses(Registry[PolicyLossFunction]):
         aggregation: str = "token_mean",
         prepare: PrepareFunction | None = None,
         makes: Sequence[str] = (),
+        masked: bool = False,
     ) -> Callable[[PolicyLossFunction], PolicyLossFunction]:
         if bool(makes) != (prepare is not None):
             raise ValueError(f"policy loss {name!r}: `prepare` and the names that it `makes` belong together")
@@ -74,7 +77,7 @@ class PolicyLosses(Registry[PolicyLossFunction]):
         register = super().__call__(name)
 
         def with_traits(function: PolicyLossFunction) -> PolicyLossFunction:
-            self._traits[register(function)] = Traits(aggregation, prepare, tuple(makes))
+            self._traits[register(function)] = Traits(aggregation, prepare, tuple(makes), masked)
             return function
 
         return with_traits
@@ -101,10 +104,10 @@ def get_policy_loss(name: str) -> PolicyLossFunction:
     return policy_loss.get(name)
 
 
-def clamped_log_ratio(log_probs_BT: Tensor, old_log_probs_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
+def clamped_log_ratio(log_probs_BT: Tensor, old_log_probs_BT: Tensor, mask: BitMask) -> tuple[Tensor, Tensor]:
     """(log(pi / pi_old) within ±20, 0 where masked; 1.0 where that is within, 0.0 where the limit decided), no gradient."""
     with torch.no_grad():
-        difference_BT = keep(working(log_probs_BT) - working(old_log_probs_BT), mask_BT)
+        difference_BT = mask.keep_(working(log_probs_BT) - working(old_log_probs_BT))
         log_ratio_BT = difference_BT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         return log_ratio_BT, difference_BT.eq_(log_ratio_BT)
 

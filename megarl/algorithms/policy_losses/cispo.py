@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megarl.algorithms.bits import keep
-from megarl.algorithms.masking import as_mask
+from megarl.algorithms.bits import BitMask
 from megarl.algorithms.policy_losses.base import POSSIBLE, PolicyLoss, clamped_log_ratio, policy_loss, with_slope
 
 
-@policy_loss("cispo")
+@policy_loss("cispo", masked=True)
 def cispo(
     log_probs_BT: Tensor,
     old_log_probs_BT: Tensor,
@@ -27,11 +26,12 @@ def cispo(
     The paper sets no lower bound (low 1). clipped: tokens whose weight the clip changed; they keep their gradient.
     """
     with torch.no_grad():
-        mask_BT = as_mask(mask_BT)
-        log_ratio_BT, inside_BT = clamped_log_ratio(log_probs_BT, old_log_probs_BT, mask_BT)
-        ratio_BT = log_ratio_BT.exp_()
+        mask = BitMask(mask_BT)
+        log_ratio_BT, inside_BT = clamped_log_ratio(log_probs_BT, old_log_probs_BT, mask)
+        ratio_BT = log_ratio_BT.exp()
         weight_BT = ratio_BT.clamp(1 - clip_low, 1 + clip_high)
         clipped_BT = weight_BT != ratio_BT
-        weight_BT = weight_BT.mul_(keep(advantages_BT, mask_BT)).neg_()
-        value_BT = keep(log_probs_BT, mask_BT).clamp_(min=POSSIBLE).mul_(weight_BT)
-    return PolicyLoss(with_slope(log_probs_BT, value_BT, weight_BT.mul_(inside_BT)), ratio_BT, clipped_BT)
+        weight_BT = weight_BT.mul_(mask(advantages_BT)).neg_()
+        value_BT = mask(log_probs_BT).clamp_(min=POSSIBLE).mul_(weight_BT)
+    loss_BT = with_slope(log_probs_BT, value_BT, weight_BT.mul_(inside_BT))
+    return PolicyLoss(loss_BT, ratio_BT, clipped_BT, log_ratio_BT=log_ratio_BT)

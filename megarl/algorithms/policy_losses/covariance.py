@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megarl.algorithms.bits import keep, zero_where_
+from megarl.algorithms.bits import BitMask, keep, zero_where_
 from megarl.algorithms.masking import as_mask
 from megarl.algorithms.policy_losses.base import PolicyLoss, clamped_log_ratio, policy_loss, with_slope
 from megarl.algorithms.policy_losses.vanilla import clipped_parts
@@ -53,7 +53,7 @@ def select_largest(
     return {"selected_BT": above_BT | equal_BT}
 
 
-@policy_loss("clip_cov", prepare=select_at_random, makes=("selected_BT",))
+@policy_loss("clip_cov", masked=True, prepare=select_at_random, makes=("selected_BT",))
 def clip_cov(
     log_probs_BT: Tensor,
     old_log_probs_BT: Tensor,
@@ -68,12 +68,12 @@ def clip_cov(
     parts = clipped_parts(log_probs_BT, old_log_probs_BT, advantages_BT, mask_BT, clip_low, clip_high, None)
     selected_BT = as_mask(selected_BT)
     value_BT, slope_BT = zero_where_(parts.value_BT, selected_BT), zero_where_(parts.slope_BT, selected_BT)
-    return PolicyLoss(
-        with_slope(log_probs_BT, value_BT, slope_BT), parts.ratio_BT, parts.clipped_BT.logical_or_(selected_BT)
-    )
+    clipped_BT = parts.clipped_BT | selected_BT
+    loss_BT = with_slope(log_probs_BT, value_BT, slope_BT)
+    return PolicyLoss(loss_BT, parts.ratio_BT, clipped_BT, log_ratio_BT=parts.log_ratio_BT)
 
 
-@policy_loss("kl_cov", prepare=select_largest, makes=("selected_BT",))
+@policy_loss("kl_cov", masked=True, prepare=select_largest, makes=("selected_BT",))
 def kl_cov(
     log_probs_BT: Tensor,
     old_log_probs_BT: Tensor,
@@ -85,14 +85,14 @@ def kl_cov(
 ) -> PolicyLoss:
     """KL-Cov (arXiv:2505.22617, sec. 4.2): L = -A r, and of selected tokens -A r + kl_weight |log r|. Nothing is clipped."""
     with torch.no_grad():
-        mask_BT = as_mask(mask_BT)
-        log_ratio_BT, inside_BT = clamped_log_ratio(log_probs_BT, old_log_probs_BT, mask_BT)
+        mask = BitMask(mask_BT)
+        log_ratio_BT, inside_BT = clamped_log_ratio(log_probs_BT, old_log_probs_BT, mask)
         ratio_BT = log_ratio_BT.exp()
-        value_BT = keep(advantages_BT, mask_BT).mul_(ratio_BT).neg_()
+        value_BT = mask(advantages_BT).mul_(ratio_BT).neg_()
         weight_BT = keep(torch.full_like(ratio_BT, kl_weight), as_mask(selected_BT))
         slope_BT = torch.addcmul(value_BT, weight_BT, log_ratio_BT.sign()).mul_(inside_BT)
-        value_BT = value_BT.addcmul_(weight_BT, log_ratio_BT.abs_())
-    return PolicyLoss(with_slope(log_probs_BT, value_BT, slope_BT), ratio_BT)
+        value_BT = value_BT.addcmul_(weight_BT, log_ratio_BT.abs())
+    return PolicyLoss(with_slope(log_probs_BT, value_BT, slope_BT), ratio_BT, log_ratio_BT=log_ratio_BT)
 
 
 def _count(mask_BT: Tensor, ratio: float) -> int:

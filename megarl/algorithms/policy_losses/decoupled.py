@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megarl.algorithms.masking import as_mask
+from megarl.algorithms.bits import BitMask
 from megarl.algorithms.policy_losses.base import PolicyLoss, clamped_log_ratio, policy_loss, with_slope
 from megarl.algorithms.policy_losses.vanilla import clipped_parts
 
 
-@policy_loss("decoupled")
+@policy_loss("decoupled", masked=True)
 def decoupled(
     log_probs_BT: Tensor,
     old_log_probs_BT: Tensor,
@@ -31,11 +31,11 @@ def decoupled(
     engine sampled with. A weight above behaviour_cap, or beyond the limit of ratios, is 0: such a token does not take part.
     """
     with torch.no_grad():
-        mask_BT = as_mask(mask_BT)
-        log_weight_BT, inside_BT = clamped_log_ratio(old_log_probs_BT, behaviour_log_probs_BT, mask_BT)
+        mask = BitMask(mask_BT)
+        log_weight_BT, inside_BT = clamped_log_ratio(old_log_probs_BT, behaviour_log_probs_BT, mask)
         weight_BT = log_weight_BT.exp_().mul_(inside_BT)
         if behaviour_cap is not None:
             weight_BT.mul_(torch.le(weight_BT, behaviour_cap, out=inside_BT))
         parts = clipped_parts(log_probs_BT, old_log_probs_BT, advantages_BT, mask_BT, clip_low, clip_high, clip_dual)
     loss_BT = with_slope(log_probs_BT, parts.value_BT.mul_(weight_BT), parts.slope_BT.mul_(weight_BT))
-    return PolicyLoss(loss_BT, parts.ratio_BT, parts.clipped_BT, parts.dual_clipped_BT)
+    return PolicyLoss(loss_BT, *parts[2:])

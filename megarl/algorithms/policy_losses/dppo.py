@@ -5,14 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megarl.algorithms.bits import keep, zero_where_
-from megarl.algorithms.masking import as_mask
+from megarl.algorithms.bits import BitMask, zero_where_
 from megarl.algorithms.policy_losses.base import POSSIBLE, PolicyLoss, clamped_log_ratio, policy_loss, with_slope
 
 _REMAINDER = 1e-8  # least probability of "any other token", so that its log is finite
 
 
-@policy_loss("dppo_tv")
+@policy_loss("dppo_tv", masked=True)
 def dppo_tv(
     log_probs_BT: Tensor,
     old_log_probs_BT: Tensor,
@@ -30,17 +29,17 @@ def dppo_tv(
     low and high are differences of probabilities, not of ratios.
     """
     with torch.no_grad():
-        mask_BT = as_mask(mask_BT)
-        advantages_BT = keep(advantages_BT, mask_BT)
-        log_ratio_BT, inside_BT = clamped_log_ratio(log_probs_BT, old_log_probs_BT, mask_BT)
-        ratio_BT = log_ratio_BT.exp_()
-        change_BT = (ratio_BT - 1).mul_(keep(old_log_probs_BT, mask_BT).exp_())
+        mask = BitMask(mask_BT)
+        advantages_BT = mask(advantages_BT)
+        log_ratio_BT, inside_BT = clamped_log_ratio(log_probs_BT, old_log_probs_BT, mask)
+        ratio_BT = log_ratio_BT.exp()
+        change_BT = (ratio_BT - 1).mul_(mask(old_log_probs_BT).exp_())
         positive_BT = advantages_BT > 0
         outside_BT = (positive_BT & (change_BT > clip_high)) | (~positive_BT & (change_BT < -clip_low))
-    return _outside_has_none(log_probs_BT, ratio_BT, inside_BT, advantages_BT, mask_BT, outside_BT, truncate)
+    return _outside_has_none(log_probs_BT, log_ratio_BT, ratio_BT, inside_BT, advantages_BT, mask, outside_BT, truncate)
 
 
-@policy_loss("dppo_kl")
+@policy_loss("dppo_kl", masked=True)
 def dppo_kl(
     log_probs_BT: Tensor,
     old_log_probs_BT: Tensor,
@@ -58,11 +57,11 @@ def dppo_kl(
     and M = 0 where the token has moved in the direction of its advantage and D > high (A > 0) or D > low (elsewhere).
     """
     with torch.no_grad():
-        mask_BT = as_mask(mask_BT)
-        advantages_BT = keep(advantages_BT, mask_BT)
-        log_ratio_BT, inside_BT = clamped_log_ratio(log_probs_BT, old_log_probs_BT, mask_BT)
+        mask = BitMask(mask_BT)
+        advantages_BT = mask(advantages_BT)
+        log_ratio_BT, inside_BT = clamped_log_ratio(log_probs_BT, old_log_probs_BT, mask)
         ratio_BT = log_ratio_BT.exp()
-        p_BT = keep(old_log_probs_BT, mask_BT).exp_()
+        p_BT = mask(old_log_probs_BT).exp_()
         rest_BT = (1 - p_BT).clamp_(min=_REMAINDER)
         new_rest_BT = (1 - p_BT * ratio_BT).clamp_(min=_REMAINDER)
         divergence_BT = torch.div(rest_BT, new_rest_BT, out=new_rest_BT).log_().mul_(rest_BT)
@@ -70,17 +69,17 @@ def dppo_kl(
         positive_BT = advantages_BT > 0
         rising_BT = positive_BT & (log_ratio_BT > 0) & (divergence_BT > clip_high)
         falling_BT = ~positive_BT & (log_ratio_BT < 0) & (divergence_BT > clip_low)
-    return _outside_has_none(
-        log_probs_BT, ratio_BT, inside_BT, advantages_BT, mask_BT, rising_BT | falling_BT, truncate
-    )
+        outside_BT = rising_BT | falling_BT
+    return _outside_has_none(log_probs_BT, log_ratio_BT, ratio_BT, inside_BT, advantages_BT, mask, outside_BT, truncate)
 
 
 def _outside_has_none(
     log_probs_BT: Tensor,
+    log_ratio_BT: Tensor,
     ratio_BT: Tensor,
     inside_BT: Tensor,
     advantages_BT: Tensor,
-    mask_BT: Tensor,
+    mask: BitMask,
     outside_BT: Tensor,
     truncate: float,
 ) -> PolicyLoss:
@@ -88,6 +87,6 @@ def _outside_has_none(
         weight_BT = ratio_BT.clamp(max=truncate)
         truncated_BT = (weight_BT != ratio_BT) & ~outside_BT
         weight_BT = zero_where_(weight_BT.mul_(advantages_BT).neg_(), outside_BT)
-        value_BT = keep(log_probs_BT, mask_BT).clamp_(min=POSSIBLE).mul_(weight_BT)
+        value_BT = mask(log_probs_BT).clamp_(min=POSSIBLE).mul_(weight_BT)
     loss_BT = with_slope(log_probs_BT, value_BT, weight_BT.mul_(inside_BT))
-    return PolicyLoss(loss_BT, ratio_BT, outside_BT, truncated_BT)
+    return PolicyLoss(loss_BT, ratio_BT, outside_BT, truncated_BT, log_ratio_BT)

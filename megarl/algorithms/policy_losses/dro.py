@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megarl.algorithms.bits import keep
-from megarl.algorithms.masking import as_mask
+from megarl.algorithms.bits import BitMask
 from megarl.algorithms.policy_losses.base import POSSIBLE, PolicyLoss, clamped_log_ratio, policy_loss, with_slope
 
 
-@policy_loss("dro")
+@policy_loss("dro", masked=True)
 def dro(
     log_probs_BT: Tensor, old_log_probs_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor, *, beta: float = 0.05
 ) -> PolicyLoss:
@@ -23,10 +22,10 @@ def dro(
     if beta <= 0:
         raise ValueError(f"beta is {beta}; it must be above 0")
     with torch.no_grad():
-        mask_BT = as_mask(mask_BT)
-        log_ratio_BT, inside_BT = clamped_log_ratio(log_probs_BT, old_log_probs_BT, mask_BT)
-        weight_BT = keep(advantages_BT, mask_BT).neg_()
-        value_BT = keep(log_probs_BT, mask_BT).clamp_(min=POSSIBLE).mul_(weight_BT)
+        mask = BitMask(mask_BT)
+        log_ratio_BT, inside_BT = clamped_log_ratio(log_probs_BT, old_log_probs_BT, mask)
+        weight_BT = mask(advantages_BT).neg_()
+        value_BT = mask(log_probs_BT).clamp_(min=POSSIBLE).mul_(weight_BT)
         value_BT = value_BT.addcmul_(log_ratio_BT, log_ratio_BT, value=beta / 2)
         slope_BT = weight_BT.add_(log_ratio_BT, alpha=beta).mul_(inside_BT)
-    return PolicyLoss(with_slope(log_probs_BT, value_BT, slope_BT))
+    return PolicyLoss(with_slope(log_probs_BT, value_BT, slope_BT), log_ratio_BT=log_ratio_BT)

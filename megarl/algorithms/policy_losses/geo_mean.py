@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megarl.algorithms.bits import keep
-from megarl.algorithms.masking import as_mask
+from megarl.algorithms.bits import BitMask
 from megarl.algorithms.policy_losses.base import (
     PolicyLoss,
     clamped_log_ratio,
@@ -16,7 +15,7 @@ from megarl.algorithms.policy_losses.base import (
 )
 
 
-@policy_loss("geo_mean", aggregation="seq_mean_token_mean")
+@policy_loss("geo_mean", masked=True, aggregation="seq_mean_token_mean")
 def geo_mean(
     log_probs_BT: Tensor,
     old_log_probs_BT: Tensor,
@@ -35,17 +34,17 @@ def geo_mean(
     clipped: outside low..high in either direction where A_t > 0, dual_clipped: where A_t < 0 (as other libraries count).
     """
     with torch.no_grad():
-        mask_BT = as_mask(mask_BT)
-        log_ratio_BT, inside_BT = clamped_log_ratio(log_probs_BT, old_log_probs_BT, mask_BT)
-        advantages_BT = keep(advantages_BT, mask_BT)
+        mask = BitMask(mask_BT)
+        log_ratio_BT, inside_BT = clamped_log_ratio(log_probs_BT, old_log_probs_BT, mask)
+        advantages_BT = mask(advantages_BT)
         held_BT = log_ratio_BT.clamp(-clip_low, clip_high)
         outside_BT = held_BT != log_ratio_BT
         clipped_BT, dual_clipped_BT = outside_BT & (advantages_BT > 0), outside_BT & (advantages_BT < 0)
         sign_BT = advantages_BT.sign()
-        gain_BT, held_BT = log_ratio_BT.mul_(sign_BT), held_BT.mul_(sign_BT)
+        gain_BT, held_BT = log_ratio_BT * sign_BT, held_BT.mul_(sign_BT)
         slope_BT = inside_BT.mul_(torch.le(gain_BT, held_BT, out=torch.empty_like(gain_BT))).mul_(sign_BT).mul_(sign_BT)
         taken_BT = torch.minimum(gain_BT, held_BT, out=held_BT).mul_(sign_BT)
-    ratio_B = sequence_mean(with_slope(log_probs_BT, taken_BT, slope_BT), mask_BT).exp()
-    loss_B = -sequence_mean(advantages_BT, mask_BT) * ratio_B
-    loss_BT, ratio_BT = (each_B[:, None].expand_as(mask_BT) for each_B in (loss_B, ratio_B.detach()))
-    return PolicyLoss(loss_BT, ratio_BT, clipped_BT, dual_clipped_BT)
+    ratio_B = sequence_mean(with_slope(log_probs_BT, taken_BT, slope_BT), mask.bool_BT).exp()
+    loss_B = -sequence_mean(advantages_BT, mask.bool_BT) * ratio_B
+    loss_BT, ratio_BT = (each_B[:, None].expand_as(mask.bool_BT) for each_B in (loss_B, ratio_B.detach()))
+    return PolicyLoss(mask(loss_BT), ratio_BT, clipped_BT, dual_clipped_BT, log_ratio_BT)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megarl.algorithms.bits import keep, zero_where_
-from megarl.algorithms.masking import as_mask
+from megarl.algorithms.bits import BitMask, zero_where_
 from megarl.algorithms.policy_losses.base import (
     PolicyLoss,
     clamped_log_ratio,
@@ -16,8 +15,8 @@ from megarl.algorithms.policy_losses.base import (
 )
 
 
-@policy_loss("gspo_token", aggregation="seq_mean_token_mean")
-@policy_loss("gspo", aggregation="seq_mean_token_mean")
+@policy_loss("gspo_token", masked=True, aggregation="seq_mean_token_mean")
+@policy_loss("gspo", masked=True, aggregation="seq_mean_token_mean")
 def gspo(
     log_probs_BT: Tensor,
     old_log_probs_BT: Tensor,
@@ -36,13 +35,14 @@ def gspo(
     (sec. 4.3): hence one function under both names. The clip is that of a sequence's ratio, far narrower than a token's.
     """
     with torch.no_grad():
-        mask_BT = as_mask(mask_BT)
-        log_ratio_BT, inside_BT = clamped_log_ratio(log_probs_BT, old_log_probs_BT, mask_BT)
-        advantages_BT = keep(advantages_BT, mask_BT)
-        ratio_B1 = sequence_mean(log_ratio_BT, mask_BT).exp()[:, None]
-        gain_BT = torch.mul(advantages_BT, ratio_B1, out=log_ratio_BT)
+        mask = BitMask(mask_BT)
+        log_ratio_BT, inside_BT = clamped_log_ratio(log_probs_BT, old_log_probs_BT, mask)
+        advantages_BT = mask(advantages_BT)
+        ratio_B1 = sequence_mean(log_ratio_BT, mask.bool_BT).exp()[:, None]
+        gain_BT = advantages_BT * ratio_B1
         held_BT = advantages_BT * ratio_B1.clamp(1 - clip_low, 1 + clip_high)
         clipped_BT = held_BT < gain_BT
         value_BT = torch.minimum(gain_BT, held_BT, out=held_BT).neg_()
         slope_BT = zero_where_(inside_BT.mul_(value_BT), clipped_BT)
-    return PolicyLoss(with_slope(log_probs_BT, value_BT, slope_BT), ratio_B1.expand_as(mask_BT), clipped_BT)
+    loss_BT = with_slope(log_probs_BT, value_BT, slope_BT)
+    return PolicyLoss(loss_BT, ratio_B1.expand_as(loss_BT), clipped_BT, log_ratio_BT=log_ratio_BT)

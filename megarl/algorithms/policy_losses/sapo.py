@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megarl.algorithms.bits import keep
-from megarl.algorithms.masking import as_mask
+from megarl.algorithms.bits import BitMask
 from megarl.algorithms.policy_losses.base import PolicyLoss, clamped_log_ratio, policy_loss, with_slope
 
 
-@policy_loss("sapo", aggregation="seq_mean_token_mean")
+@policy_loss("sapo", masked=True, aggregation="seq_mean_token_mean")
 def sapo(
     log_probs_BT: Tensor,
     old_log_probs_BT: Tensor,
@@ -28,13 +27,14 @@ def sapo(
     if min(tau_positive, tau_negative) <= 0:
         raise ValueError(f"tau_positive is {tau_positive} and tau_negative {tau_negative}; both must be above 0")
     with torch.no_grad():
-        mask_BT = as_mask(mask_BT)
-        log_ratio_BT, inside_BT = clamped_log_ratio(log_probs_BT, old_log_probs_BT, mask_BT)
-        ratio_BT = log_ratio_BT.exp_()
-        weight_BT = keep(advantages_BT, mask_BT)
+        mask = BitMask(mask_BT)
+        log_ratio_BT, inside_BT = clamped_log_ratio(log_probs_BT, old_log_probs_BT, mask)
+        ratio_BT = log_ratio_BT.exp()
+        weight_BT = mask(advantages_BT)
         tau_BT = torch.gt(weight_BT, 0.0, out=torch.empty_like(weight_BT))
         tau_BT.mul_(tau_positive - tau_negative).add_(tau_negative)
         gate_BT = (ratio_BT - 1).mul_(tau_BT).sigmoid_()
         value_BT = weight_BT.mul_(-4).mul_(gate_BT)
         slope_BT = inside_BT.mul_(ratio_BT).mul_(gate_BT.neg_().add_(1)).mul_(value_BT)
-    return PolicyLoss(with_slope(log_probs_BT, value_BT.div_(tau_BT), slope_BT), ratio_BT)
+    loss_BT = with_slope(log_probs_BT, value_BT.div_(tau_BT), slope_BT)
+    return PolicyLoss(loss_BT, ratio_BT, log_ratio_BT=log_ratio_BT)

@@ -7,12 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megarl.algorithms.bits import keep, zero_where_
-from megarl.algorithms.masking import as_mask
+from megarl.algorithms.bits import BitMask, zero_where_
 from megarl.algorithms.policy_losses.base import PolicyLoss, clamped_log_ratio, policy_loss, with_slope
 
 
-@policy_loss("vanilla")
+@policy_loss("vanilla", masked=True)
 def vanilla(
     log_probs_BT: Tensor,
     old_log_probs_BT: Tensor,
@@ -30,7 +29,7 @@ def vanilla(
     """
     parts = clipped_parts(log_probs_BT, old_log_probs_BT, advantages_BT, mask_BT, clip_low, clip_high, clip_dual)
     loss_BT = with_slope(log_probs_BT, parts.value_BT, parts.slope_BT)
-    return PolicyLoss(loss_BT, parts.ratio_BT, parts.clipped_BT, parts.dual_clipped_BT)
+    return PolicyLoss(loss_BT, *parts[2:])
 
 
 class Parts(NamedTuple):
@@ -41,6 +40,7 @@ class Parts(NamedTuple):
     ratio_BT: Tensor
     clipped_BT: Tensor
     dual_clipped_BT: Tensor | None
+    log_ratio_BT: Tensor
 
 
 @torch.no_grad()
@@ -54,10 +54,10 @@ def clipped_parts(
     clip_dual: float | None,
 ) -> Parts:
     """What vanilla is made of, for losses that change a part of it."""
-    mask_BT = as_mask(mask_BT)
-    log_ratio_BT, inside_BT = clamped_log_ratio(log_probs_BT, old_log_probs_BT, mask_BT)
-    advantages_BT = keep(advantages_BT, mask_BT)
-    ratio_BT = log_ratio_BT.exp_()
+    mask = BitMask(mask_BT)
+    log_ratio_BT, inside_BT = clamped_log_ratio(log_probs_BT, old_log_probs_BT, mask)
+    advantages_BT = mask(advantages_BT)
+    ratio_BT = log_ratio_BT.exp()
     gain_BT = advantages_BT * ratio_BT
     held_BT = ratio_BT.clamp(1 - clip_low, 1 + clip_high).mul_(advantages_BT)
     clipped_BT, dual_clipped_BT = held_BT < gain_BT, None
@@ -69,4 +69,5 @@ def clipped_parts(
         gain_BT = torch.maximum(gain_BT, least_BT, out=least_BT)
         flat_BT = clipped_BT | dual_clipped_BT
     value_BT = gain_BT.neg_()
-    return Parts(value_BT, zero_where_(inside_BT.mul_(value_BT), flat_BT), ratio_BT, clipped_BT, dual_clipped_BT)
+    slope_BT = zero_where_(inside_BT.mul_(value_BT), flat_BT)
+    return Parts(value_BT, slope_BT, ratio_BT, clipped_BT, dual_clipped_BT, log_ratio_BT)
