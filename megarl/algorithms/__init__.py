@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from megarl.algorithms.advantages import Advantage, advantage, get_advantage
     from megarl.algorithms.aggregation import Denominators, aggregate, denominators
     from megarl.algorithms.diagnostics import off_policy_diagnostics
-    from megarl.algorithms.divergence import kl
+    from megarl.algorithms.divergence import full_kl, kl
+    from megarl.algorithms.kl_control import kl_controller
     from megarl.algorithms.objective import Objective, ObjectiveResult
     from megarl.algorithms.policy_losses import PolicyLoss, get_policy_loss, policy_loss
     from megarl.algorithms.registry import call
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
         overlong_penalty,
         subtract_kl,
     )
+    from megarl.algorithms.value_loss import ValueObjective
 
 _NAMES = {
     "advantages": (
@@ -43,7 +45,11 @@ _NAMES = {
         "denominators",
     ),
     "diagnostics": ("off_policy_diagnostics",),
-    "divergence": ("kl",),
+    "divergence": (
+        "full_kl",
+        "kl",
+    ),
+    "kl_control": ("kl_controller",),
     "objective": (
         "Objective",
         "ObjectiveResult",
@@ -69,6 +75,7 @@ _NAMES = {
         "overlong_penalty",
         "subtract_kl",
     ),
+    "value_loss": ("ValueObjective",),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = [
@@ -81,17 +88,20 @@ __all__ = [
     "PolicyLoss",
     "RewardLessKL",
     "RunningStatistics",
+    "ValueObjective",
     "advantage",
     "aggregate",
     "call",
     "clip_scores",
     "correct",
     "denominators",
+    "full_kl",
     "get_advantage",
     "get_policy_loss",
     "informative",
     "keep_finished",
     "kl",
+    "kl_controller",
     "normalize_scores",
     "off_policy_diagnostics",
     "overlong_penalty",
