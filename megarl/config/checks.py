@@ -51,13 +51,26 @@ RANGES = {
     "actor.optimizer.beta2": "[0,1)",
     "actor.optimizer.eps": "(0,",
     "actor.optimizer.clip_grad": "[0,",
+    "actor.optimizer.wsd_decay_steps": "[1,",
+    "actor.optimizer.layer_lr_decay": "(0,1]",
+    "actor.optimizer.cpu_offload": "[0,1]",
+    "actor.precision.first_layers_bf16": "[0,",
+    "actor.precision.last_layers_bf16": "[0,",
+    "actor.precision.fp8_margin": "[0,",
+    "actor.precision.fp8_history": "[1,",
     "actor.micro_batch_tokens": "[1,",
     "actor.logits_chunk_tokens": "[1,",
     "actor.threads": "[1,1024]",
     "rollout.n": "[1,",
     "rollout.temperature": "[0.001,1000]",  # below 1e-6 SGLang is greedy, and its log-probs are of temperature 1
     "rollout.top_p": "(0,1]",
+    "rollout.min_p": "[0,1]",
     "rollout.max_new_tokens": "[1,",
+    "rollout.oversample": "[1,",
+    "rollout.filter_limit": "[1,",
+    "rollout.engines": "[1,",
+    "rollout.max_restarts": "[0,",
+    "rollout.progress_timeout": "(0,",
     "rollout.threads": "[1,1024]",
     "rollout.max_total_tokens": "[1,",
     "rollout.start_timeout": "(0,",
@@ -197,6 +210,15 @@ def _sampling(cfg: Config) -> Iterator[str]:
                 f"rollout.max_total_tokens={room} cannot hold one sequence of data.max_prompt_tokens+"
                 f"evaluation.max_new_tokens={need} tokens; set it to at least {need}"
             )
+    if "" in cfg.rollout.stop:
+        yield "rollout.stop holds an empty text, which would end every response; remove it"
+    if cfg.rollout.unfinished == "keep" and cfg.rollout.oversample == 1:
+        yield "rollout.unfinished=keep has nothing to keep with rollout.oversample=1; set rollout.oversample=1.5, say"
+    if cfg.rollout.filter_limit < cfg.rollout.oversample:
+        yield (
+            f"rollout.filter_limit={cfg.rollout.filter_limit} allows fewer prompts than rollout.oversample="
+            f"{cfg.rollout.oversample} begins; set it to that or more"
+        )
     if cfg.evaluation.every and cfg.data.eval is None:
         yield f"evaluation.every={cfg.evaluation.every} but there is no data.eval; add one or set evaluation.every=0"
 

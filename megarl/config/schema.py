@@ -122,7 +122,9 @@ class ParallelConfig:
 class OptimizerConfig:
     lr: float = 1e-6  # peak learning rate of AdamW
     min_lr: float = 0.0  # where linear and cosine end
-    schedule: Literal["constant", "linear", "cosine"] = "constant"  # of the learning rate, after the warm-up
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"  # of the learning rate, after the warm-up
+    wsd_decay_steps: int | None = None  # wsd: the last optimizer steps, in which it falls; None: a tenth of all
+    wsd_decay: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"  # wsd: how it falls
     warmup_steps: int = 0  # optimizer steps in which the learning rate rises from 0 to lr
     weight_decay: float = 0.0  # decoupled, not on norms and biases
     beta1: float = 0.9  # decay of the mean of gradients
@@ -130,12 +132,34 @@ class OptimizerConfig:
     eps: float = 1e-8  # added to the root of the mean of squared gradients
     clip_grad: float = 1.0  # global gradient norm; 0: off
     distributed: bool = True  # shard optimizer states over the data-parallel ranks
+    frozen: list[str] = field(default_factory=list)  # patterns of parameter names that stay as they are
+    lr_multipliers: dict[str, float] = field(default_factory=dict)  # pattern of parameter names: factor of lr
+    layer_lr_decay: float = 1.0  # factor of lr a layer further from the output; 1: all layers alike
+    main_params_dtype: Literal["float32", "float16"] = "float32"  # master copies (below float32: Transformer Engine)
+    main_grads_dtype: Literal["float32", "bfloat16"] = "float32"  # in which gradients are summed (as above)
+    exp_avg_dtype: Literal["float32", "bfloat16", "float16", "float8"] = "float32"  # mean of gradients (as above)
+    exp_avg_sq_dtype: Literal["float32", "bfloat16", "float16", "float8"] = "float32"  # of their squares (as above)
+    cpu_offload: float = 0.0  # share of the parameters whose states and update are on the CPU (GPU only)
+
+
+@dataclass
+class PrecisionConfig:
+    fp8: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] | None = None  # recipe on top of bfloat16; None: none
+    fp8_format: Literal["e4m3", "hybrid"] | None = None  # e4m3 everywhere, or gradients in e5m2; None: the recipe's
+    fp8_backend: Literal["transformer_engine", "emulate"] = "transformer_engine"  # emulate: on any machine, for study
+    fp8_params: bool = False  # weights of float8 products kept in float8 only
+    first_layers_bf16: int = 0  # so many layers at the model's start stay in bfloat16
+    last_layers_bf16: int = 0  # so many layers at the model's end stay in bfloat16
+    fp8_margin: int = 0  # delayed: scales smaller by 2^margin than the largest magnitude allows
+    fp8_history: int = 1024  # delayed: passes whose largest magnitudes are remembered
+    fp8_history_use: Literal["max", "most_recent"] = "max"  # delayed: which of them sets the scale
 
 
 @dataclass
 class ActorConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     micro_batch_tokens: int = 8192  # at most so many tokens a micro-batch and rank (a longer sequence goes alone)
     recompute: Literal["none", "selective", "full"] = "none"  # activations recomputed in the backward pass
     logits_chunk_tokens: int = 1024  # response tokens whose logits exist at one time
@@ -149,10 +173,22 @@ class RolloutConfig:
     temperature: float = 1.0  # of sampling; log-probs of training are at the same temperature
     top_p: float = 1.0  # sample among the likeliest tokens that hold this probability together
     top_k: int = -1  # sample among so many likeliest tokens; -1: all
+    min_p: float = 0.0  # leave out tokens less likely than this share of the likeliest one's probability
     max_new_tokens: int = 256  # longest response; a longer one is cut there
+    stop: list[str] = field(default_factory=list)  # a response ends with the token that completes one of these texts
+    stop_token_ids: list[int] = field(
+        default_factory=list
+    )  # a response ends with one of these, besides the model's own
+    keep_groups: Literal["all", "unequal"] = "all"  # unequal: sample until enough groups' rewards differ (DAPO)
+    oversample: float = 1.0  # times the groups still wanted that are sampled at once; the rest is stopped in the end
+    unfinished: Literal["drop", "keep"] = "drop"  # what was stopped: dropped, or gone on with in the next step
+    filter_limit: float = 10.0  # times a step's prompts that may be begun in it until enough groups are kept
+    engines: int = 1  # SGLang engines; prompts go to the one that owes the fewest tokens
+    max_restarts: int = 3  # engines that may be lost and started anew in a step; 0: the first loss ends the run
+    progress_timeout: float = 300.0  # seconds without a token after which an engine is taken for hung
     dtype: Dtype | None = None  # of the engine's weights; None: the model's
-    threads: int | None = None  # CPU threads of the engine; None: all cores
-    max_total_tokens: int | None = None  # the engine's KV cache; None: from the batch on CPU, SGLang's choice on GPU
+    threads: int | None = None  # CPU threads of an engine; None: cores / engines
+    max_total_tokens: int | None = None  # an engine's KV cache; None: from the batch on CPU, SGLang's choice on GPU
     engine: dict[str, Any] = field(default_factory=dict)  # any other SGLang engine argument, passed as it is
     record: str | None = None  # write every step's samples to this file
     replay: str | None = None  # take every step's samples from this file instead of generating

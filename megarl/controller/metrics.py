@@ -39,6 +39,7 @@ class StepMetrics:
         if "reward_parts" in batch:
             means = batch["reward_parts"].mean(dim=0).tolist()
             metrics |= {f"reward_part/{k}": v for k, v in zip(batch.meta["reward_parts"], means, strict=True)}
+        metrics |= {f"rollout/{k}": float(v) for k, v in batch.meta.get("rollout", {}).items()}
         metrics |= {f"actor/{k}": v for k, v in update.items()}
         metrics |= sync
         metrics |= {f"time/{name}": value for name, value in seconds.items()}

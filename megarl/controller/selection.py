@@ -55,3 +55,15 @@ class Bypassed:
     def log_probs(self, batch: Batch) -> Batch:
         """`old_log_probs` (RESPONSE)."""
         return batch.select([]).set("old_log_probs", batch["rollout_log_probs"], Level.RESPONSE)
+
+
+class Scored:
+    """In place of the rewarder where groups come scored already, one by one while others were sampled."""
+
+    def score(self, batch: Batch) -> Batch:
+        return batch.select([])
+
+
+def unequal(group: Batch) -> bool:
+    """Whether the samples of one group, scored, do not all have one reward (`informative`)."""
+    return bool(informative(torch.as_tensor(group["reward"]), list(group["group"])).any())

@@ -10,7 +10,7 @@ from megarl.batch import Batch, Sample
 from megarl.controller.engines import EngineGroup
 from megarl.controller.workers import WorkerGroup
 from megarl.errors import RunError
-from megarl.reshard.colocated import Colocated
+from megarl.reshard.colocated import Colocated, Receivers
 
 _TOLERANCE = {"float32": 1e-5, "bfloat16": 0.25}  # bfloat16: two different orders of rounding, no more is promised
 _PROBE_TOKENS = 48
@@ -27,12 +27,17 @@ class WeightSync:
     probe: bool
     probe_tolerance: float | None
     vocabulary: int
-    largest_difference: float = 0.0
+    version: int = 0  # of the weights that the engines are given
 
     def push(self, version: int) -> dict[str, float]:
         """Metrics of the sync. Raises RunError where anything did not arrive."""
+        self.version = version
         metrics = self.transfer.push(self.actor, self.engines, version).metrics()
         return metrics | (self.probe_engines() if self.probe else {})
+
+    def renew(self, receivers: Receivers) -> None:
+        """Give engines that were started anew the weights that all others have."""
+        self.transfer.push(self.actor, receivers, self.version)
 
     def probe_engines(self) -> dict[str, float]:
         """Compare log-probs of one fixed random sequence, trainer against every engine."""

@@ -18,7 +18,8 @@ from megarl.controller.evaluation import Evaluation
 from megarl.controller.export import export_hf
 from megarl.controller.preflight import Prepared
 from megarl.controller.rollout import Generated, Replayed, Rollout
-from megarl.controller.selection import Bypassed, Selection
+from megarl.controller.rollout import Selection as GroupSelection
+from megarl.controller.selection import Bypassed, Scored, Selection, unequal
 from megarl.controller.shaping import Shaping
 from megarl.controller.sync import WeightSync
 from megarl.controller.trainer import Trainer
@@ -56,7 +57,16 @@ def _run(cfg: Config, prepared: Prepared, stack: ExitStack, signals: _Signals) -
 
 def _build(cfg: Config, prepared: Prepared, observer: Observer, stack: ExitStack) -> tuple[Trainer, Evaluation]:
     """Start the engine and the ranks beside each other and give the engine the trainer's weights."""
-    engines = EngineGroup(cfg, prepared.folder)
+    r = cfg.rollout
+    engines = EngineGroup(
+        cfg,
+        prepared.folder,
+        engines=r.engines,
+        max_restarts=r.max_restarts,
+        progress_timeout=r.progress_timeout,
+        oversample=r.oversample,
+        note=observer.note,
+    )
     stack.callback(engines.shutdown)
     updates = cfg.run.steps * cfg.algorithm.epochs * cfg.algorithm.mini_batches
     actor = WorkerGroup(cfg, prepared.folder, updates)
@@ -74,16 +84,15 @@ def _build(cfg: Config, prepared: Prepared, observer: Observer, stack: ExitStack
     sync = WeightSync(
         actor, engines, transfer, coarser, cfg.reshard.probe, cfg.reshard.probe_tolerance, prepared.model.dims.vocab
     )
+    engines.renew = sync.renew
     rewards = Rewarder(cfg.reward, prepared.tokenizer)
-    rollout: Rollout = (
-        Replayed(user_path(cfg.rollout.replay)) if cfg.rollout.replay else Generated(engines, cfg.rollout)
-    )
+    rollout = _rollout(cfg, prepared, engines, rewards)
     stack.callback(rollout.close)
     trainer = Trainer(
         prompts=prepared.sources.train,
         prompts_per_step=cfg.data.prompts_per_step,
         rollout=rollout,
-        rewards=rewards,
+        rewards=rewards if isinstance(rollout, Replayed) else Scored(),
         baseline=(
             GreedyBaseline(engines, rewards, cfg.rollout.max_new_tokens)
             if "baseline_B" in advantage.required(cfg.algorithm.advantage)
@@ -101,6 +110,21 @@ def _build(cfg: Config, prepared: Prepared, observer: Observer, stack: ExitStack
     with observer.stage("first weight sync"):
         sync.push(0)
     return trainer, Evaluation(prepared.sources.eval, engines, rewards, cfg)
+
+
+def _rollout(cfg: Config, prepared: Prepared, engines: EngineGroup, rewards: Rewarder) -> Rollout:
+    r = cfg.rollout
+    if r.replay:
+        return Replayed(user_path(r.replay))
+    groups = GroupSelection(
+        score=rewards.score,
+        keep=unequal if r.keep_groups == "unequal" else None,
+        more=prepared.sources.train.take,
+        oversample=r.oversample,
+        unfinished=r.unfinished,
+        limit=r.filter_limit,
+    )
+    return Generated(engines, r, selection=groups, min_p=r.min_p, stop=r.stop, stop_token_ids=r.stop_token_ids)
 
 
 def _loop(cfg: Config, trainer: Trainer, evaluation: Evaluation, observer: Observer) -> None:

@@ -34,7 +34,7 @@ def check_summary(run: Run) -> None:
 
 
 def test_a_dead_engine(tmp_path: Path) -> None:
-    with Run(tmp_path, *LONG) as run:
+    with Run(tmp_path, *LONG, "rollout.max_restarts=0") as run:
         run.until(run.steps, 150, "a step")
         run.kill_one("sglang::scheduler")
         check_failed(run, "SGLang engine died", "SIGKILL")
@@ -44,7 +44,7 @@ def test_a_dead_engine(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_dead_engine_actor(tmp_path: Path) -> None:
-    with Run(tmp_path, *LONG) as run:
+    with Run(tmp_path, *LONG, "rollout.max_restarts=0") as run:
         run.until(run.steps, 150, "a step")
         run.kill_one("ray::Engine")
         check_failed(run, "engine", "died")
