@@ -9,7 +9,8 @@ The last token of a sequence predicts nothing that is trained on, so it is left 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,11 +20,25 @@ from megarl.batch.plan import micro_batches
 
 @dataclass(frozen=True)
 class Segment:
-    """`length` packed rows from `start`, attending to each other causally and to all of `prefix` (start, length)."""
+    """`length` packed rows from `start`, attending to each other causally and to all of `prefix` (start, length).
+
+    `keys`: where these rows and the prefix lie among the keys, if keys are not numbered as queries are (context parallelism).
+    """
 
     start: int
     length: int
     prefix: tuple[int, int] | None = None
+    keys: int | None = None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a rank of context parallelism holds of a packed row."""
+
+    rows: torch.Tensor  # (ranks, T) int64, for every rank: where its rows lie in the whole one
+    bounds: list[int]  # of the whole one: where each sequence starts, and the end
+    slots: torch.Tensor  # (R here,) which of the micro-batch's response tokens are predicted here
+    responses: int  # how many there are
 
 
 @dataclass(frozen=True)
@@ -33,11 +48,51 @@ class Packed:
     segments: list[Segment]
     predicts: torch.Tensor  # (R,) the packed row whose hidden state predicts each response token of the micro-batch
     targets: torch.Tensor  # (R,) the response tokens, sample after sample
+    real: torch.Tensor  # (T,) bool, False at padding
+    piece: Piece | None = None  # None: this is the whole row
 
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence, its prefix included."""
         return max(s.length + (s.prefix[1] if s.prefix else 0) for s in self.segments)
+
+
+class _Row:
+    """A packed row that grows."""
+
+    def __init__(self) -> None:
+        self.end = 0
+        self.segments: list[Segment] = []
+        self._tokens: list[torch.Tensor] = []
+        self._positions: list[torch.Tensor] = []
+        self._real: list[torch.Tensor] = []
+
+    def add(self, ids: torch.Tensor, first: int, prefix: tuple[int, int] | None = None, *, padding: int = 0) -> int:
+        """A segment of `ids` at the positions from `first`, with `padding` behind; answers where it starts."""
+        start, length = self.end, len(ids) + padding
+        self._fill(ids, torch.arange(first, first + length), padding)
+        self.segments.append(Segment(start, length, prefix))
+        return start
+
+    def fill(self, padding: int, *, last: bool) -> None:
+        """Padding at the end: of the `last` segment, or of none."""
+        positions = torch.zeros(padding, dtype=torch.long)
+        if last:
+            segment = self.segments.pop()
+            positions += torch.arange(segment.length, segment.length + padding)
+            self.segments.append(replace(segment, length=segment.length + padding))
+        self._fill(torch.zeros(0, dtype=torch.long), positions, padding)
+
+    def _fill(self, ids: torch.Tensor, positions: torch.Tensor, padding: int) -> None:
+        self._tokens += [ids, torch.zeros(padding, dtype=torch.long)]
+        self._real += [torch.ones(len(ids), dtype=torch.bool), torch.zeros(padding, dtype=torch.bool)]
+        self._positions.append(positions)
+        self.end += len(ids) + padding
+
+    def packed(self, predicts: list[torch.Tensor], targets: list[torch.Tensor]) -> Packed:
+        empty = [torch.zeros(0, dtype=torch.long)]
+        row = (torch.cat(self._tokens), torch.cat(self._positions), self.segments)
+        return Packed(*row, torch.cat(predicts or empty), torch.cat(targets or empty), torch.cat(self._real))
 
 
 def prompt_runs(batch: Batch) -> list[list[int]]:
@@ -53,57 +108,86 @@ def prompt_runs(batch: Batch) -> list[list[int]]:
     return runs
 
 
-def pack(batch: Batch, *, share_prompts: bool, multiple: int = 1) -> Packed:
-    """Pack a micro-batch; the row is filled up to a `multiple` (sequence parallelism) with rows that belong to no segment."""
+def pack(batch: Batch, *, share_prompts: bool, multiple: int = 1, context: int = 1) -> Packed:
+    """Pack a micro-batch; the row is filled up to a `multiple` (sequence parallelism) with rows that belong to no segment.
+
+    For `context` ranks, between which sequences are cut: each is filled up to a multiple of 2·context, and the last one on, until
+    every rank's piece is a `multiple`. Prompts are not shared then.
+    A micro-batch without samples is one segment of padding that predicts nothing.
+    """
     rows = torch.as_tensor(batch["tokens"]).split(batch.total_lengths.tolist())
     prompts = batch.prompt_lengths.tolist()
-    tokens, positions, segments, predicts, targets = [], [], [], [], []
-    end = 0
-
-    def add(ids: torch.Tensor, first: int, prefix: tuple[int, int] | None) -> int:
-        nonlocal end
-        tokens.append(ids)
-        positions.append(torch.arange(first, first + len(ids)))
-        segments.append(Segment(end, len(ids), prefix))
-        end += len(ids)
-        return end - len(ids)
-
-    runs = prompt_runs(batch) if share_prompts else [[i] for i in range(len(batch))]
+    unit = 2 * context if context > 1 else 1
+    row, predicts, targets = _Row(), [], []
+    runs = prompt_runs(batch) if share_prompts and context == 1 else [[i] for i in range(len(batch))]
     for run in runs:
         p = prompts[run[0]]
         if len(run) == 1:
-            row = rows[run[0]]
-            start = add(row[: max(len(row) - 1, 1)], 0, None)
-            predicts.append(torch.arange(start + p - 1, start + len(row) - 1))
-            targets.append(row[p:])
+            ids = rows[run[0]]
+            seen = ids[: max(len(ids) - 1, 1)]
+            start = row.add(seen, 0, padding=-len(seen) % unit)
+            predicts.append(torch.arange(start + p - 1, start + len(ids) - 1))
+            targets.append(ids[p:])
             continue
-        prompt = (add(rows[run[0]][:p], 0, None), p)
+        prompt = (row.add(rows[run[0]][:p], 0), p)
         for i in run:
             response = rows[i][p:]
             targets.append(response)
             if len(response) > 1:
-                add(response[:-1], p, prompt)
+                row.add(response[:-1], p, prompt)
             if len(response):
-                predicts.append(
-                    torch.cat([torch.tensor([sum(prompt) - 1]), torch.arange(end - len(response) + 1, end)])
-                )
-    padding = -end % multiple
-    if padding:
-        tokens.append(torch.zeros(padding, dtype=torch.long))
-        positions.append(torch.zeros(padding, dtype=torch.long))
-    empty = [torch.zeros(0, dtype=torch.long)]
+                inner = torch.arange(row.end - len(response) + 1, row.end)
+                predicts.append(torch.cat([torch.tensor([sum(prompt) - 1]), inner]))
+    if not len(batch):
+        row.add(torch.zeros(0, dtype=torch.long), 0, padding=unit)
+    row.fill(-row.end % math.lcm(unit, multiple * context), last=context > 1)
+    return row.packed(predicts, targets)
+
+
+def cut(packed: Packed, rank: int, ranks: int) -> Packed:
+    """The piece of a row (packed for as many `ranks`) that lies on `rank` of context parallelism.
+
+    Every sequence is cut into 2·ranks chunks, of which rank r gets chunks r and 2·ranks - 1 - r (zig-zag): under a causal mask
+    an early chunk sees little and a late one much, and each rank's two add up to the same work. A chunk attends to itself
+    and to all chunks of its sequence before it: it is a segment with a prefix. Transformer Engine deals sequences out alike.
+    Predictions stay with the row that makes them, so targets are those of the whole sequence, at the chunks' borders too.
+    """
+    pieces: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
+    segments: list[Segment] = []
+    for sequence in packed.segments:
+        size = sequence.length // (2 * ranks)
+        for r in range(ranks):
+            for chunk in (r, 2 * ranks - 1 - r):
+                start = sequence.start + chunk * size
+                if r == rank:
+                    here = sum(len(rows) for rows in pieces[r])
+                    prefix = (sequence.start, chunk * size) if chunk else None
+                    segments.append(Segment(here, size, prefix, start))
+                pieces[r].append(torch.arange(start, start + size))
+    rows = torch.stack([torch.cat(piece) for piece in pieces])
+    place = torch.full((len(packed.tokens),), -1)
+    place[rows[rank]] = torch.arange(rows.shape[1])
+    predicts = place[packed.predicts]
+    slots = (predicts >= 0).nonzero()[:, 0]
+    bounds = [*(s.start for s in packed.segments), len(packed.tokens)]
     return Packed(
-        torch.cat(tokens), torch.cat(positions), segments, torch.cat(predicts or empty), torch.cat(targets or empty)
+        packed.tokens[rows[rank]],
+        packed.positions[rows[rank]],
+        segments,
+        predicts[slots],
+        packed.targets[slots],
+        packed.real[rows[rank]],
+        Piece(rows, bounds, slots, len(packed.targets)),
     )
 
 
-def plan_runs(batch: Batch, budget: int, *, share_prompts: bool) -> list[list[int]]:
+def plan_runs(batch: Batch, budget: int, *, share_prompts: bool, at_least: int = 1) -> list[list[int]]:
     """Micro-batches of at most `budget` packed tokens (a longer sequence goes alone); samples that share a prompt stay together.
 
-    Returns lists of sample indices; every sample once.
+    Returns lists of sample indices; every sample once; `at_least` so many lists as far as that can be.
     """
     if not share_prompts:
-        return micro_batches(batch.total_lengths.tolist(), budget)
+        return micro_batches(batch.total_lengths.tolist(), budget, at_least=at_least)
     prompts, responses = batch.prompt_lengths.tolist(), batch.response_lengths.tolist()
     units: list[list[int]] = []
     costs: list[int] = []
@@ -114,4 +198,4 @@ def plan_runs(batch: Batch, budget: int, *, share_prompts: bool) -> list[list[in
                 costs.append(prompts[i])
             units[-1].append(i)
             costs[-1] += responses[i]
-    return [[i for u in part for i in units[u]] for part in micro_batches(costs, budget)]
+    return [[i for u in part for i in units[u]] for part in micro_batches(costs, budget, at_least=at_least)]

@@ -12,6 +12,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import divide
 
 from megarl.batch.packing import Segment
+from megarl.cpu.context import gather_rows
 
 # Segments are padded to the longest of their bucket; a bucket is closed when that would waste more than this share.
 _PADDING_WASTE = 0.25
@@ -60,6 +61,8 @@ class _Bucket:
     index: torch.Tensor  # (B*L,) row of the packed sequence, 0 at padding
     inverse: torch.Tensor  # (T,) place in index, -1: not in this bucket
     shape: tuple[int, int]
+    key_index: torch.Tensor  # the same of the keys; other than `index` only under context parallelism
+    key_inverse: torch.Tensor
     prefix_index: torch.Tensor | None = None  # (P*Lp,)
     prefix_inverse: torch.Tensor | None = None  # (T,)
     prefix_shape: tuple[int, int] | None = None
@@ -78,11 +81,25 @@ class AttentionPlan:
     one prompt share the prompt's computation.
     """
 
-    def __init__(self, segments: list[Segment], tokens: int, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self,
+        segments: list[Segment],
+        tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        context: torch.Tensor | None = None,
+    ):
+        """`tokens`: rows of queries. `context`: (ranks, tokens) the rows of every rank of context parallelism, whose keys are
+        seen here; the segments say where their keys are."""
         self.tokens = tokens
-        plain = [s for s in segments if s.prefix is None]
-        continued = [s for s in segments if s.prefix is not None]
-        self.buckets = [self._bucket(b, dtype) for group in (plain, continued) for b in _similar(group)]
+        self.context = None if context is None else context.to(device)
+        self._keys = tokens if context is None else context.numel()
+        kinds: dict[float, list[Segment]] = {}
+        for s in segments:
+            # Segments of one bucket are padded to the longest prefix. A rank's two chunks of a sequence see unequal parts of it.
+            share = 0 if s.prefix is None else 1 if s.keys is None else 1 + s.prefix[1] // s.length
+            kinds.setdefault(share, []).append(s)
+        self.buckets = [self._bucket(b, dtype) for _, kind in sorted(kinds.items()) for b in _similar(kind)]
         place = torch.full((tokens,), -1, dtype=torch.long)
         base = 0
         for bucket in self.buckets:
@@ -99,17 +116,24 @@ class AttentionPlan:
 
     def _bucket(self, segments: list[Segment], dtype: torch.dtype) -> _Bucket:
         index, inverse, shape = _padded_index([(s.start, s.length) for s in segments], self.tokens)
+        key_index, key_inverse = index, inverse
+        if self.context is not None:
+            key_index, key_inverse, _ = _padded_index([(s.keys, s.length) for s in segments], self._keys)
         if segments[0].prefix is None:
-            return _Bucket(index, inverse, shape)
-        prefixes = sorted({s.prefix for s in segments})
-        prefix_index, prefix_inverse, prefix_shape = _padded_index(prefixes, self.tokens)
-        prefix_of = torch.tensor([prefixes.index(s.prefix) for s in segments])
-        prefix_length = torch.tensor([length for _, length in prefixes])[prefix_of]
+            return _Bucket(index, inverse, shape, key_index, key_inverse)
+        longest: dict[int, int] = {}  # of the prefixes that begin at one row, each is a beginning of the longest
+        for start, length in (s.prefix for s in segments):
+            longest[start] = max(length, longest.get(start, 0))
+        number = {start: i for i, start in enumerate(longest)}
+        prefix_index, prefix_inverse, prefix_shape = _padded_index(list(longest.items()), self._keys)
+        prefix_of = torch.tensor([number[s.prefix[0]] for s in segments])
+        prefix_length = torch.tensor([s.prefix[1] for s in segments])
         seen = torch.arange(prefix_shape[1])[None] < prefix_length[:, None]  # (B, Lp)
         causal = torch.ones(shape[1], shape[1], dtype=torch.bool).tril()
         allowed = torch.cat([seen[:, None].expand(-1, shape[1], -1), causal.expand(shape[0], -1, -1)], dim=2)
         mask = torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, float("-inf"))[:, None]
-        return _Bucket(index, inverse, shape, prefix_index, prefix_inverse, prefix_shape, prefix_of, mask)
+        keys = (key_index, key_inverse)
+        return _Bucket(index, inverse, shape, *keys, prefix_index, prefix_inverse, prefix_shape, prefix_of, mask)
 
 
 def _similar(segments: list[Segment]) -> list[list[Segment]]:
@@ -141,9 +165,11 @@ def _padded_index(spans: list[tuple[int, int]], tokens: int) -> tuple[torch.Tens
 
 
 class LocalCoreAttention(MegatronModule):
-    """Core attention on torch's SDPA for packed sequences: query, key, value are (T, heads, head size).
+    """Core attention on torch's SDPA for packed sequences: query, key, value are (T, heads, head size); values may have a head
+    size of their own.
 
     Segments of similar length go through one SDPA call, right-padded: with a causal mask no real query ever sees the padding.
+    Under context parallelism the keys and values of all ranks are gathered, and each rank's queries see those before them.
     """
 
     def __init__(
@@ -156,21 +182,23 @@ class LocalCoreAttention(MegatronModule):
         softmax_scale=None,
         cp_comm_type=None,
         pg_collection=None,
+        v_channels=None,
         **_,
     ):
         super().__init__(config=config)
-        if config.context_parallel_size != 1:
-            raise ValueError("the local core attention does not split sequences: context parallel size must be 1")
         self.softmax_scale = softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp"])
-        self.hidden = divide(config.kv_channels * config.num_attention_heads, groups.tp.size())
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+        self.peers = groups.cp if config.context_parallel_size > 1 else None
+        self.hidden = divide((v_channels or config.kv_channels) * config.num_attention_heads, groups.tp.size())
 
     def forward(
         self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None
     ):
         plan: AttentionPlan = packed_seq_params.plan
-        flat = [x.reshape(plan.tokens, -1) for x in (query, key, value)]
+        flat = [x.reshape(x.shape[0], -1) for x in (query, key, value)]
+        if plan.context is not None and self.peers is not None:
+            flat[1:] = [gather_rows(x, plan.context, self.peers) for x in flat[1:]]
         sizes = [x.shape[1:] for x in (query, key, value)]
         outputs = [self._bucket(b, flat, sizes) for b in plan.buckets]
         outputs.append(query.new_zeros(1, self.hidden))
@@ -178,9 +206,10 @@ class LocalCoreAttention(MegatronModule):
         return _Rows.apply(rows, plan.place, plan.inverse)
 
     def _bucket(self, bucket: _Bucket, flat, sizes) -> torch.Tensor:
+        places = ((bucket.index, bucket.inverse), *[(bucket.key_index, bucket.key_inverse)] * 2)
         q, k, v = (
-            _Rows.apply(x, bucket.index, bucket.inverse).view(*bucket.shape, *size).transpose(1, 2)
-            for x, size in zip(flat, sizes, strict=True)
+            _Rows.apply(x, *place).view(*bucket.shape, *size).transpose(1, 2)
+            for x, place, size in zip(flat, places, sizes, strict=True)
         )
         if bucket.prefix_index is not None:
             pk, pv = (
@@ -209,7 +238,7 @@ class LocalCoreAttention(MegatronModule):
 
 
 def _explicit_attention(q, k, v, mask, scale: float) -> torch.Tensor:
-    """Attention as it is written in the paper, the softmax in float32; q (B, heads, L, D), k and v (B, groups, S, D).
+    """Attention as it is written in the paper, the softmax in float32; q (B, heads, L, D), k (B, groups, S, D), v likewise.
 
     The query heads of a group are rows of one matrix, so keys and values are never repeated.
     """
@@ -221,5 +250,5 @@ def _explicit_attention(q, k, v, mask, scale: float) -> torch.Tensor:
     if mask is None:
         mask = torch.full((length, seen), float("-inf"), device=q.device).triu(1)
     weights = torch.softmax(scores + mask, dim=-1).to(v.dtype)
-    out = torch.bmm(weights.view(batch * groups, -1, seen), v.reshape(batch * groups, seen, size))
-    return out.view(batch, heads, length, size)
+    out = torch.bmm(weights.view(batch * groups, -1, seen), v.reshape(batch * groups, seen, -1))
+    return out.view(batch, heads, length, -1)

@@ -136,3 +136,27 @@ def token_scores(
     first = weight.shape[0] * (dist.get_rank(group) if group is not None else 0)
     split = _Split(first, max(0, min(weight.shape[0], vocabulary - first)), group)
     return TokenScores(*_Head.apply(hidden.to(weight.dtype), weight, targets, split, temperature, chunk))
+
+
+def join(values: torch.Tensor, slots: torch.Tensor, total: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """(N, R here) values of this rank's `slots` -> (N, total) of all ranks of context parallelism, each slot from one rank.
+
+    Every rank goes on to compute the same loss from the same values, so the gradient of its own is what it needs, unsummed.
+    """
+    return _Join.apply(values, slots, total, group)
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values, slots, total, group):
+        ctx.save_for_backward(slots)
+        whole = values.new_zeros(len(values), total)
+        whole[:, slots] = values
+        if total:
+            dist.all_reduce(whole, group=group)  # zeros but from one rank: exact
+        return whole
+
+    @staticmethod
+    def backward(ctx, grad):
+        (slots,) = ctx.saved_tensors
+        return grad[:, slots], None, None, None

@@ -21,7 +21,7 @@ def layer(scale: float | None = None):
     config = TransformerConfig(
         num_layers=1, hidden_size=48, num_attention_heads=6, num_query_groups=2, kv_channels=SIZE, attention_dropout=0.0
     )
-    alone = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1))
+    alone = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1), cp=None)
     return LocalCoreAttention(config, 1, None, None, softmax_scale=scale, pg_collection=alone)
 
 
