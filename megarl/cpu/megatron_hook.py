@@ -7,6 +7,7 @@ that rewrites those names while a module of it is compiled; nothing in torch or 
     "torch.cuda.FloatTensor"        ->  "torch.FloatTensor"            what Tensor.type() is compared with
     torch.cuda.NAME                 ->  the stand-in's NAME            streams, events, generators, synchronisation
     x.cuda(...)                     ->  x.cpu()
+    f(..., pin_memory=...)          ->  f(...)                         pinned memory needs a device to be pinned for
 
 Afterwards the mends in `megatron_mends` are applied to the modules that still take CUDA for granted.
 Works with megatron-core 0.16 to 0.19. Does nothing where CUDA is available.
@@ -126,6 +127,7 @@ class _Retarget(ast.NodeTransformer):
         self.generic_visit(node)
         if isinstance(node.func, ast.Attribute) and node.func.attr == "cuda":
             node.func.attr, node.args, node.keywords = "cpu", [], []
+        node.keywords = [keyword for keyword in node.keywords if keyword.arg != "pin_memory"]
         return node
 
 

@@ -2,32 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megarl.batch.packing import Packed
-from megarl.bridge.hf_io import HFReader, load_parameter
+from megarl.bridge.head_io import open_checkpoint
+from megarl.bridge.hf_io import load_parameter
 from megarl.bridge.model_map import ModelMap, Parameter
 from megarl.cpu.layers import AttentionPlan
+from megarl.errors import UserError
+from megarl.megatron.experts import RoutedRow
 from megarl.megatron.parallel import Place, device
+from megarl.megatron.score_head import put_head
 from megarl.megatron.specs import block_spec, uses_transformer_engine
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_BIAS = "router.expert_bias"
 _ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu}
 
 
 @dataclass
-class LocalPackedSeqParams(PackedSeqParams):
+class RowParams(PackedSeqParams):
+    """Megatron's description of a packed row, and which sequence each of its rows belongs to, where the routers want to know."""
+
+    routed: RoutedRow | None = None
+
+
+@dataclass
+class LocalPackedSeqParams(RowParams):
     """What the local core attention and the rotary embedding read: one row of T tokens, its segments and positions."""
 
     plan: AttentionPlan | None = None
@@ -41,7 +54,7 @@ class PolicyModel(GPTModel):
         """Rotary angles by position: the rows of a packed row may start anywhere (shared prompts)."""
         outputs = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
         positions = getattr(packed_seq_params, "positions", None)
-        if positions is None:
+        if positions is None or outputs[1] is None:  # latent attention makes its own
             return outputs
         return (outputs[0], outputs[1].index_select(0, positions), *outputs[2:])
 
@@ -55,49 +68,84 @@ class PolicyModel(GPTModel):
         return self.output_layer.weight
 
 
-def packed_params(packed: Packed, dtype: torch.dtype) -> PackedSeqParams:
-    """Megatron's description of a packed row."""
+def packed_params(packed: Packed, dtype: torch.dtype, weights: torch.Tensor | None = None) -> RowParams:
+    """Megatron's description of a packed row. `weights` (samples of the row,): how much each counts in the losses that keep
+    experts in use, for which prompts are not shared; None: these losses are off."""
+    if packed.piece is not None or uses_transformer_engine():
+        # Bounds of whole sequences: Megatron and Transformer Engine know which chunks of each lie on a rank of context parallelism.
+        bounds = _bounds(packed)
+        positions = None
+    else:
+        bounds, positions = [0, len(packed.tokens)], packed.positions.to(device())
+    longest = max(b - a for a, b in pairwise(bounds))
+    ends = torch.tensor(bounds, dtype=torch.int32, device=device())
+    common = {
+        "qkv_format": "thd",
+        "cu_seqlens_q": ends,
+        "cu_seqlens_kv": ends,
+        "max_seqlen_q": longest,
+        "max_seqlen_kv": longest,
+        "routed": None if weights is None else _routed(packed, weights),
+    }
     if uses_transformer_engine():
-        bounds = [s.start for s in packed.segments] + [len(packed.tokens)]
-        lengths = [b - a for a, b in pairwise(bounds)]
-        ends = torch.tensor(bounds, dtype=torch.int32, device=device())
-        return PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=ends,
-            cu_seqlens_kv=ends,
-            max_seqlen_q=max(lengths),
-            max_seqlen_kv=max(lengths),
-        )
-    total = len(packed.tokens)
-    ends = torch.tensor([0, total], dtype=torch.int32, device=device())
-    return LocalPackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=ends,
-        cu_seqlens_kv=ends,
-        max_seqlen_q=total,
-        max_seqlen_kv=total,
-        plan=AttentionPlan(packed.segments, total, dtype, device()),
-        positions=packed.positions.to(device()),
-    )
+        return RowParams(**common)
+    rows = packed.piece.rows if packed.piece else None
+    plan = AttentionPlan(packed.segments, len(packed.tokens), dtype, device(), rows)
+    return LocalPackedSeqParams(**common, plan=plan, positions=positions)
+
+
+def _bounds(packed: Packed) -> list[int]:
+    """Where each sequence of the whole row starts, and the row's end."""
+    return packed.piece.bounds if packed.piece else [*(s.start for s in packed.segments), len(packed.tokens)]
+
+
+def _routed(packed: Packed, weights: torch.Tensor) -> RoutedRow:
+    rows = packed.piece.rows[mpu.get_context_parallel_rank()] if packed.piece else torch.arange(len(packed.tokens))
+    number = torch.searchsorted(torch.tensor(_bounds(packed)[1:]), rows, right=True)
+    number = torch.where(packed.real, number, len(weights))
+    return RoutedRow(number.to(device()), weights.to(device(), torch.float32))
 
 
 def transformer_config(
-    model_map: ModelMap, place: Place, *, dtype: str, sequence: bool, recompute: str = "none"
+    model_map: ModelMap,
+    place: Place,
+    *,
+    dtype: str,
+    sequence: bool,
+    recompute: str = "none",
+    stage_layers: Sequence[int] | None = None,
+    aux_loss: float = 0.0,
+    z_loss: float = 0.0,
 ) -> TransformerConfig:
-    """Megatron's configuration of the model on this layout."""
+    """Megatron's configuration of the model on this layout. `stage_layers`: how many layers each (virtual) stage has, from the
+    embedding to the head; None: all alike. `aux_loss`, `z_loss`: coefficients of the losses in `experts.py`."""
     fields = dict(model_map.transformer_config())
     fields["activation_func"] = _ACTIVATIONS[fields.pop("activation")]
     if recompute == "full":
         fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     elif recompute == "selective":
         fields["recompute_granularity"] = "selective"
-    on_gpu = torch.cuda.is_available()
-    return TransformerConfig(
+    on_gpu, engine = torch.cuda.is_available(), uses_transformer_engine()
+    if model_map.has_experts:
+        fields |= {
+            "expert_model_parallel_size": place.expert_size,
+            "expert_tensor_parallel_size": place.expert_tensor_size,
+            "moe_grouped_gemm": engine,
+            "moe_aux_loss_coeff": aux_loss,
+            "moe_z_loss_coeff": z_loss or None,
+        }
+        if place.tensor_size > 1 and not sequence:
+            raise UserError("tensor parallelism of a model with experts needs sequence parallelism: turn it on.")
+    kind = MLATransformerConfig if model_map.is_latent else TransformerConfig
+    return kind(
         **fields,
         use_cpu_initialization=not on_gpu,
         perform_initialization=False,  # every value comes from the checkpoint
         tensor_model_parallel_size=place.tensor_size,
         pipeline_model_parallel_size=place.pipeline_size,
+        virtual_pipeline_model_parallel_size=place.virtual_size if place.virtual_size > 1 else None,
+        pipeline_model_parallel_layout=_stages(stage_layers) if place.pipeline_size > 1 and stage_layers else None,
+        context_parallel_size=place.context_size,
         sequence_parallel=sequence,
         params_dtype=DTYPES[dtype],
         pipeline_dtype=DTYPES[dtype],
@@ -112,26 +160,55 @@ def transformer_config(
         bias_dropout_fusion=on_gpu,
         gradient_accumulation_fusion=False,
         persist_layer_norm=on_gpu,
-        apply_rope_fusion=uses_transformer_engine(),
+        apply_rope_fusion=engine and not model_map.is_latent,
         batch_p2p_sync=False,
     )
 
 
-def build(model_map: ModelMap, place: Place, config: TransformerConfig) -> torch.nn.Module:
-    """This rank's stage with uninitialised parameters; in bfloat16 wrapped so that stages speak bfloat16 to each other."""
+def _stages(layers: Sequence[int]) -> list[list[str]]:
+    """What each stage holds, in Megatron's words."""
+    stages = [["decoder"] * count for count in layers]
+    stages[0].insert(0, "embedding")
+    stages[-1].append("loss")
+    return stages
+
+
+def build(model_map: ModelMap, place: Place, config: TransformerConfig) -> list[torch.nn.Module]:
+    """This rank's chunks of the model (one, but for virtual stages) with uninitialised parameters; in bfloat16 wrapped so
+    that stages speak bfloat16 to each other."""
+    return [_chunk(model_map, place, config, number) for number in range(place.virtual_size)]
+
+
+def _chunk(model_map: ModelMap, place: Place, config: TransformerConfig, number: int) -> torch.nn.Module:
+    virtual = number if place.virtual_size > 1 else None
     model = PolicyModel(
         config,
-        block_spec(config),
-        pre_process=place.pipeline == 0,
-        post_process=place.last_stage,
+        block_spec(config, virtual),
+        pre_process=place.pipeline == 0 and number == 0,
+        post_process=place.last_stage and number == place.virtual_size - 1,
+        vp_stage=virtual,
         **model_map.model_args(place.tensor_size),
     ).to(device())
-    for parameter, tensor in parameters_of(model, model_map):
+    if model_map.head is not None:
+        put_head(model, config, model_map.head)
+    for parameter, tensor in parameters_of([model], model_map):
+        if not isinstance(tensor, torch.nn.Parameter):
+            continue
+        if parameter.expert is not None:
+            # Megatron takes experts for ordinary parameters where expert parallelism is 1, though with another tensor
+            # parallelism for them their gradients are summed over other ranks.
+            tensor.allreduce = place.expert_size == 1 and place.expert_tensor_size == place.tensor_size
         # Megatron marks split parameters while it initialises them, which is left out here. Without the marks the gradient
         # norm would count the first rank's part only.
         if not hasattr(tensor, "tensor_model_parallel"):  # Transformer Engine marks its own
             set_tensor_model_parallel_attributes(tensor, not parameter.replicated, parameter.split.value or 0, 1)
-    return Float16Module(config, model) if config.bf16 else model
+    if not config.bf16:
+        return model
+    wrapped = Float16Module(config, model)
+    for name, buffer in model.named_buffers():
+        if name.endswith(_BIAS):
+            buffer.data = buffer.data.float()
+    return wrapped
 
 
 def unwrap(model: torch.nn.Module) -> PolicyModel:
@@ -140,20 +217,37 @@ def unwrap(model: torch.nn.Module) -> PolicyModel:
     return model
 
 
-def parameters_of(model: torch.nn.Module, model_map: ModelMap) -> Iterator[tuple[Parameter, torch.nn.Parameter]]:
-    """This stage's parameters with the bridge's description of each. Layer numbers are local in Megatron, global in the map."""
-    stage = unwrap(model)
-    for name, tensor in stage.named_parameters():
-        parts = name.split(".")
-        if name.startswith("decoder.layers."):
-            parts[2] = str(stage.decoder.layers[int(parts[2])].layer_number - 1)
-        yield model_map.parameter(".".join(parts)), tensor
+def parameters_of(chunks: Sequence[torch.nn.Module], model_map: ModelMap) -> Iterator[tuple[Parameter, torch.Tensor]]:
+    """This rank's part of the checkpoint: its parameters, and the routers' biases, which are buffers that nothing trains.
+
+    Each with the bridge's description; layers and experts are numbered locally in Megatron, globally in the map.
+    """
+    for stage in map(unwrap, chunks):
+        biases = ((name, buffer) for name, buffer in stage.named_buffers() if name.endswith(_BIAS))
+        for name, tensor in chain(stage.named_parameters(), biases):
+            yield model_map.parameter(_global_name(stage, name)), tensor
+
+
+def _global_name(stage: PolicyModel, name: str) -> str:
+    parts = name.split(".")
+    if parts[:2] != ["decoder", "layers"]:
+        return name
+    layer = stage.decoder.layers[int(parts[2])]
+    parts[2] = str(layer.layer_number - 1)
+    if parts[3:5] != ["mlp", "experts"]:
+        return ".".join(parts)
+    number = layer.mlp.local_expert_indices
+    if parts[5] == "local_experts":
+        parts[6] = str(number[int(parts[6])])
+        return ".".join(parts)
+    grouped, kind, local = ".".join(parts).rpartition("weight")  # Transformer Engine: linear_fc1.weight3
+    return f"{grouped}{kind}{number[int(local)]}"
 
 
 @torch.no_grad()
-def load_hf(model: torch.nn.Module, model_map: ModelMap, folder: Path, place: Place) -> None:
+def load_hf(chunks: Sequence[torch.nn.Module], model_map: ModelMap, folder: Path, place: Place) -> None:
     """Fill this rank's parameters from a Hugging Face folder, reading only its slices."""
-    reader = HFReader(folder)
+    reader = open_checkpoint(folder, model_map.head)
     reader.check(model_map)
-    for parameter, tensor in parameters_of(model, model_map):
+    for parameter, tensor in parameters_of(chunks, model_map):
         load_parameter(reader, parameter, place, tensor.data)

@@ -5,29 +5,46 @@ from __future__ import annotations
 import importlib.util
 
 import torch
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 from megarl.cpu.layers import LocalCoreAttention, LocalNorm
+from megarl.megatron.experts import BalancingRouter, RoutedLayer
+from megarl.megatron.latent import LocalMLASelfAttention
 
 
 def uses_transformer_engine() -> bool:
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
-def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules | object:
-    """Submodules of this pipeline stage's transformer block."""
-    if uses_transformer_engine():
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
-    parts = layer.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = LocalNorm
-    attention = parts.self_attention.submodules
-    attention.core_attention = LocalCoreAttention
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = LocalNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=LocalNorm)
+def block_spec(config: TransformerConfig, virtual: int | None = None) -> TransformerBlockSubmodules:
+    """Submodules of this pipeline stage's transformer block; of its `virtual` stage where it has several."""
+    block = get_gpt_decoder_block_spec(
+        config, uses_transformer_engine(), normalization=config.normalization, vp_stage=virtual
+    )
+    local = not uses_transformer_engine()
+    for layer in block.layer_specs:  # as few objects as there are kinds of layers: one may come several times
+        if layer.submodules.mlp.module is MoELayer:
+            layer.module = RoutedLayer
+            layer.submodules.mlp.submodules.router = BalancingRouter
+        if local:
+            _localise(config, layer.submodules)
+    if local:
+        block.layer_norm = LocalNorm
+    return block
+
+
+def _localise(config: TransformerConfig, layer: TransformerLayerSubmodules) -> None:
+    """Our modules in the place of Megatron's local ones."""
+    layer.input_layernorm = layer.pre_mlp_layernorm = LocalNorm
+    attention = layer.self_attention
+    parts = attention.submodules
+    parts.core_attention = LocalCoreAttention
+    if config.multi_latent_attention:
+        attention.module = LocalMLASelfAttention
+        parts.q_layernorm = parts.kv_layernorm = LocalNorm
+    elif config.qk_layernorm:
+        parts.q_layernorm = parts.k_layernorm = LocalNorm

@@ -35,6 +35,7 @@ def rewritten(code: str) -> str:
         ("t.type() == 'torch.cuda.BFloat16Tensor'", "t.type() == 'torch.BFloat16Tensor'"),
         ("torch.cuda.current_device()", "__megarl_cuda__.current_device()"),
         ("x.cuda(non_blocking=True)", "x.cpu()"),
+        ("torch.tensor([1], pin_memory=True).cuda()", "torch.tensor([1]).cpu()"),
         ("f'on cuda: {rank}'", "f'on cuda: {rank}'"),  # a message, not a device
         ("other.cuda.thing", "other.cuda.thing"),
     ],

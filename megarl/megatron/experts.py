@@ -1,0 +1,98 @@
+"""Losses that keep experts in use, from the router's own layer, the same under every split of a mini-batch.
+
+Both are off unless asked for: reinforcement learning trains what a policy samples, and a balancing loss moves the policy too.
+
+For a sequence s of T_s tokens (the last one, which predicts nothing, left out), expert i of E, k experts a token, router logits
+x_ti and scores p_ti (softmax of x over the experts; of sigmoid routers σ(x) divided by its sum):
+
+    balance_s = Σ_i f_si · P_si,   f_si = E / (k·T_s) · #tokens of s that went to i,   P_si = 1 / T_s · Σ_t p_ti
+    z_s       = 1 / T_s · Σ_t (log Σ_i exp x_ti)²
+
+    loss += Σ_layers 1 / N · Σ_s (aux_loss · balance_s + z_loss · z_s),   N sequences in the mini-batch that have a loss at all
+
+(arXiv:2412.19437, eq. 17-20; arXiv:2202.08906, eq. 5.) By sequence, not by micro-batch as Switch has it and Megatron does: then
+neither the micro-batches nor the ranks show in it. Differs from the paper in that f counts where tokens really went, the
+router's bias and groups included. Megatron's own losses stay off.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+
+@dataclass(frozen=True)
+class RoutedRow:
+    """Which sequence each row of a packed micro-batch belongs to, and how much each sequence counts."""
+
+    sequence: torch.Tensor  # (T,) int64 of the whole tensor-parallel group's rows; G where a row is in none
+    weights: torch.Tensor  # (G,) float32: 1 / N, or 0 for a sequence that has no loss
+
+
+class RoutedLayer(TransformerLayer):
+    """A transformer layer whose router knows the packed row. By layer, not by model: recomputation and pipelines run the layers
+    of several micro-batches in turn."""
+
+    def forward(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
+        self.mlp.router.row = getattr(packed_seq_params, "routed", None)
+        return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+
+
+class BalancingRouter(TopKRouter):
+    """TopKRouter with the losses above in the place of Megatron's."""
+
+    row: RoutedRow | None = None
+
+    def apply_z_loss(self, logits: torch.Tensor, padding_mask: Any = None) -> torch.Tensor:
+        return logits
+
+    def routing(self, logits: torch.Tensor, padding_mask: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
+        probs, routing_map = super().routing(logits, padding_mask)
+        balance, z = self.config.moe_aux_loss_coeff, self.config.moe_z_loss_coeff or 0.0
+        if self.row is None or not (balance or z) or not torch.is_grad_enabled():
+            return probs, routing_map
+        flat = logits.reshape(-1, self.config.num_moe_experts).float()
+        loss = balancing_loss(
+            flat, routing_map, self.row, self.score_function, balance=balance, z=z, group=self.tp_cp_group
+        )
+        return MoEAuxLossAutoScaler.apply(probs, loss), routing_map
+
+
+def balancing_loss(
+    logits_TE: torch.Tensor,
+    chosen_TE: torch.Tensor,
+    row: RoutedRow,
+    score_function: str,
+    *,
+    balance: float,
+    z: float,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """This rank's summand of the loss above for one layer; `group` has the row's other tokens (sequence, context parallelism)."""
+    tokens, experts = logits_TE.shape
+    sequence = row.sequence
+    if len(sequence) != tokens:  # sequence parallelism: this rank's run of them
+        sequence = sequence.split(tokens)[dist.get_rank(group) % (len(sequence) // tokens)]
+    count = len(row.weights)
+    sent_GE = logits_TE.new_zeros(count + 1, experts).index_add_(0, sequence, chosen_TE.to(logits_TE.dtype))
+    length_G = logits_TE.new_zeros(count + 1).index_add_(0, sequence, logits_TE.new_ones(tokens))
+    if group is not None and dist.get_world_size(group) > 1:
+        dist.all_reduce(sent_GE, group=group)
+        dist.all_reduce(length_G, group=group)
+    length_G = length_G.clamp_min(1.0)
+    weights_G = torch.cat([row.weights, row.weights.new_zeros(1)])
+    scores_TE = torch.softmax(logits_TE, dim=-1)
+    if score_function == "sigmoid":
+        scores_TE = torch.sigmoid(logits_TE)
+        scores_TE = scores_TE / (scores_TE.sum(dim=-1, keepdim=True) + 1e-20)
+    # f has length · k tokens sent in its denominator, P the length.
+    share_GE = sent_GE * (experts / sent_GE.sum(dim=-1, keepdim=True).clamp_min(1.0))
+    per_token_GE = share_GE * (weights_G / length_G)[:, None]
+    loss = balance * (per_token_GE[sequence] * scores_TE).sum()
+    return loss + z * ((weights_G / length_G)[sequence] * torch.logsumexp(logits_TE, dim=-1).square()).sum()
