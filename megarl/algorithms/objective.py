@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.aggregation import AGGREGATIONS, Denominators, aggregate
-from megarl.algorithms.bits import BitMask, keep
+from megarl.algorithms.bits import BitMask
 from megarl.algorithms.divergence import KL_ESTIMATORS, kl
 from megarl.algorithms.masking import as_mask
 from megarl.algorithms.policy_losses import PolicyLoss, policy_loss
@@ -97,12 +97,10 @@ class Objective:
         traits = policy_loss.traits(self.policy_loss)
         if traits.prepare is None:
             return {}
-        mask_BT = as_mask(field_of(data, "loss_mask"))
-        offered = {
-            "old_log_probs_BT": keep(field_of(data, "old_log_probs", mask_BT), mask_BT),
-            "advantages_BT": keep(field_of(data, "advantages", mask_BT), mask_BT),
-            "mask_BT": mask_BT,
-        }
+        mask = BitMask(field_of(data, "loss_mask"))
+        mask_BT = mask.bool_BT
+        given = {f"{name}_BT": field_of(data, name, mask_BT) for name in ("old_log_probs", "advantages")}
+        offered = (given if traits.masked else {k: mask(v) for k, v in given.items()}) | {"mask_BT": mask_BT}
         with torch.no_grad():
             made = self._call(traits.prepare, offered)
         for name in traits.makes:

@@ -15,6 +15,8 @@ from megarl.algorithms.masking import as_mask
 from megarl.algorithms.policy_losses.base import PolicyLoss, clamped_log_ratio, policy_loss, with_slope
 from megarl.algorithms.policy_losses.vanilla import clipped_parts
 
+_HUGE = 1e6  # what is not finite must not make the means so
+
 
 def select_at_random(
     old_log_probs_BT: Tensor,
@@ -30,27 +32,28 @@ def select_at_random(
     The paper draws them at random. Here the draw is by a hash of the tokens' own values: as good as random,
     and the same in every order. ValueError on a cov_ratio that is not above 0 and at most 1.
     """
-    mask_BT, count = as_mask(mask_BT), _count(mask_BT, cov_ratio)
-    covariance_BT = _covariance(old_log_probs_BT, advantages_BT, mask_BT)
-    candidates_BT = mask_BT & (covariance_BT > cov_low) & (covariance_BT < cov_high)
-    hash_BT = _hash(old_log_probs_BT, advantages_BT, mask_BT)
-    return {"selected_BT": _smallest(hash_BT, candidates_BT, count)}
+    tokens = _Tokens(old_log_probs_BT, advantages_BT, mask_BT)
+    within_BT = (tokens.covariance_BT > cov_low) & (tokens.covariance_BT < cov_high) & tokens.mask.bool_BT
+    at_N = tokens.smallest_hash(within_BT.flatten().nonzero()[:, 0], tokens.share(cov_ratio))
+    return {"selected_BT": tokens.marked(at_N)}
 
 
 def select_largest(
     old_log_probs_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor, *, cov_ratio: float = 2e-4
 ) -> dict[str, Tensor]:
-    """selected_BT: the max(1, cov_ratio N) tokens of the largest c ; among equals the hash decides."""
-    mask_BT, count = as_mask(mask_BT), _count(mask_BT, cov_ratio)
-    covariance_BT = _covariance(old_log_probs_BT, advantages_BT, mask_BT)
-    covariances_N = covariance_BT[mask_BT]
+    """selected_BT: the max(1, cov_ratio N) tokens of the largest c; among equals the hash decides."""
+    tokens = _Tokens(old_log_probs_BT, advantages_BT, mask_BT)
+    count = tokens.share(cov_ratio)
     if not count:
-        return {"selected_BT": torch.zeros_like(mask_BT)}
-    least = covariances_N.topk(count).values[-1]
-    above_BT = mask_BT & (covariance_BT > least)
-    hash_BT = _hash(old_log_probs_BT, advantages_BT, mask_BT)
-    equal_BT = _smallest(hash_BT, mask_BT & (covariance_BT == least), count - int(above_BT.sum()))
-    return {"selected_BT": above_BT | equal_BT}
+        return {"selected_BT": torch.zeros_like(tokens.mask.bool_BT)}
+    # Masked places must not be among the largest: they come after everything that is there.
+    covariance_BT = torch.where(tokens.mask.bool_BT, tokens.covariance_BT, -torch.inf)
+    at_N = _candidates(covariance_BT, count)
+    covariance_N = covariance_BT.flatten()[at_N]
+    least = covariance_N.topk(count).values[-1]
+    above_N, equal_N = at_N[covariance_N > least], at_N[covariance_N == least]
+    equal_N = tokens.smallest_hash(equal_N, count - len(above_N))
+    return {"selected_BT": tokens.marked(torch.cat([above_N, equal_N]))}
 
 
 @policy_loss("clip_cov", masked=True, prepare=select_at_random, makes=("selected_BT",))
@@ -95,33 +98,58 @@ def kl_cov(
     return PolicyLoss(with_slope(log_probs_BT, value_BT, slope_BT), ratio_BT, log_ratio_BT=log_ratio_BT)
 
 
-def _count(mask_BT: Tensor, ratio: float) -> int:
-    if not 0 < ratio <= 1:
-        raise ValueError(f"cov_ratio is {ratio}; it must be above 0 and at most 1")
-    tokens = int(mask_BT.sum())
-    return min(tokens, max(1, int(ratio * tokens)))
+def _candidates(values_BT: Tensor, count: int) -> Tensor:
+    """Flat places that hold the `count` largest values, and not many more: with as many rows whose maximum reaches a
+    bound, at least `count` values reach it. Far cheaper than the largest of everything."""
+    if count > len(values_BT):
+        return torch.arange(values_BT.numel(), device=values_BT.device)
+    bound = values_BT.amax(-1).topk(count).values[-1]
+    return (values_BT >= bound).flatten().nonzero()[:, 0]
 
 
-def _covariance(log_probs_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """float64. The means are rounded to float32: what the order of a sum does to their last bits must not decide."""
+class _Tokens:
+    """The tokens of a mini-batch: their covariances, and a hash of each that knows nothing of where its sequence lies."""
 
-    def centred(values_BT: Tensor) -> Tensor:
-        kept_BT = keep(values_BT, mask_BT).double().clamp(-1e6, 1e6)
-        return kept_BT - (kept_BT.sum() / mask_BT.sum().clamp(min=1)).float()
+    def __init__(self, log_probs_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor):
+        self.mask = BitMask(mask_BT)
+        self._log_probs_BT = self.mask(log_probs_BT).clamp_(-_HUGE, _HUGE)
+        self._advantages_BT = self.mask(advantages_BT).clamp_(-_HUGE, _HUGE)
+        self.count = int(self.mask.bool_BT.count_nonzero())
+        self.covariance_BT = self._centred(self._log_probs_BT).mul_(self._centred(self._advantages_BT))
 
-    return centred(log_probs_BT) * centred(advantages_BT)
+    def share(self, ratio: float) -> int:
+        """max(1, ratio N), of N tokens."""
+        if not 0 < ratio <= 1:
+            raise ValueError(f"cov_ratio is {ratio}; it must be above 0 and at most 1")
+        return min(self.count, max(1, int(ratio * self.count)))
 
+    def smallest_hash(self, at_N: Tensor, count: int) -> Tensor:
+        """Of tokens (flat places), the `count` with the smallest hash. Those equal in everything, sequence included, go
+        together."""
+        if count >= len(at_N):
+            return at_N
+        hash_N = self._hash(at_N)
+        return at_N[hash_N <= hash_N.kthvalue(count).values] if count > 0 else at_N[:0]
 
-def _hash(log_probs_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """int64 of each token: of its values, its position and the whole of its sequence, not of where that lies in the batch."""
+    def marked(self, at_N: Tensor) -> Tensor:
+        """(B, T) bool: True at these places."""
+        marked_BT = torch.zeros_like(self.mask.bool_BT)
+        marked_BT.view(-1)[at_N] = True
+        return marked_BT
 
-    def bits(values_BT: Tensor) -> Tensor:
-        return keep(values_BT, mask_BT).float().view(torch.int32).long()
+    def _centred(self, values_BT: Tensor) -> Tensor:
+        # The mean is rounded to float32: what the order of a sum does to its last bits must not decide.
+        return values_BT - (values_BT.sum(dtype=torch.float64) / max(self.count, 1)).float()
 
-    position_T = torch.arange(1, mask_BT.shape[1] + 1, device=mask_BT.device)
-    token_BT = _mix(bits(log_probs_BT) + _mix(bits(advantages_BT) + _mix(position_T)))
-    token_BT = token_BT * mask_BT
-    return _mix(token_BT + token_BT.sum(-1, keepdim=True))
+    def _hash(self, at_N: Tensor) -> Tensor:
+        """int64: of the token's values, its position in the sequence, and all log-probs of the sequence."""
+        width = self.mask.bool_BT.shape[1]
+        bits_BT = self._log_probs_BT.float().view(torch.int32)
+        advantages_P = self._advantages_BT.float().view(torch.int32).flatten()
+        position_N, row_N = at_N % width, at_N // width
+        return _mix(
+            bits_BT.flatten()[at_N] + _mix(advantages_P[at_N] + _mix(position_N + _mix(bits_BT.sum(-1)[row_N])))
+        )
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -130,12 +158,3 @@ def _mix(x: Tensor) -> Tensor:
         x = x * factor
         x = x ^ ((x >> 32) & 0xFFFFFFFF)
     return x
-
-
-def _smallest(hash_BT: Tensor, among_BT: Tensor, count: int) -> Tensor:
-    """The `count` of `among` with the smallest hash. Tokens equal in everything, sequence included, go together."""
-    hashes_N = hash_BT[among_BT]
-    count = min(count, len(hashes_N))
-    if not count:
-        return torch.zeros_like(among_BT)
-    return among_BT & (hash_BT <= hashes_N.kthvalue(count).values)
