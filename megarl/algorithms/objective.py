@@ -152,8 +152,7 @@ class Objective:
             sums["kl_loss"], sums["kl"] = share(kl_BT), share(kl_BT.detach(), "token_mean")
             if self.kl_coefficient:
                 loss = loss + self.kl_coefficient * sums["kl_loss"]
-        ratio_BT = drift_BT.exp() if policy.ratio_BT is None else policy.ratio_BT.detach()
-        maxima = {"ratio_max": maximum(mask(ratio_BT)), "abs_log_ratio_max": maximum(drift_BT.abs())}
+        maxima = {"ratio_max": _ratio_max(policy.ratio_BT, drift_BT, mask), "abs_log_ratio_max": maximum(drift_BT)}
         return ObjectiveResult(loss, {name: value.detach() for name, value in sums.items()}, maxima)
 
     @property
@@ -210,5 +209,17 @@ def field_of(data: Mapping[str, Tensor], name: str, like_BT: Tensor | None = Non
 
 
 def maximum(values_BT: Tensor) -> Tensor:
-    """Of values that are not negative, and 0 where masked; 0 of none."""
-    return values_BT.amax() if values_BT.numel() else values_BT.new_zeros(())
+    """The largest absolute value, of values that are 0 where masked; 0 of none."""
+    if not values_BT.numel():
+        return values_BT.new_zeros(())
+    least, most = values_BT.aminmax()  # half the work of abs().amax()
+    return torch.maximum(most, -least)
+
+
+def _ratio_max(ratio_BT: Tensor | None, drift_BT: Tensor, mask: BitMask) -> Tensor:
+    """Of the loss's own ratio; where it has none, of pi / pi_old. 0 of none."""
+    if ratio_BT is not None:
+        return maximum(mask(ratio_BT.detach()))
+    if not drift_BT.numel():
+        return drift_BT.new_zeros(())
+    return torch.where(mask.bool_BT, drift_BT, -torch.inf).amax().exp()

@@ -88,4 +88,4 @@ class ValueObjective:
             "value_mean": by_token(now_BT),
             "value_error_square": by_token(error_BT.square()),
         }
-        return ObjectiveResult(loss, sums, {"value_error_max": maximum(error_BT.abs())})
+        return ObjectiveResult(loss, sums, {"value_error_max": maximum(error_BT)})

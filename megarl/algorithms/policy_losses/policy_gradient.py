@@ -18,10 +18,10 @@ def reinforce(log_probs_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor) -> P
     with torch.no_grad():
         mask = BitMask(mask_BT)
         slope_BT = mask(advantages_BT).neg_()
-        true_BT = mask(log_probs_BT)
-        held_BT = true_BT.clamp(min=POSSIBLE)
-        value_BT = slope_BT * held_BT
-        slope_BT = slope_BT.mul_(held_BT.eq_(true_BT))
+        log_probs_kept_BT = mask(log_probs_BT)
+        held_BT = log_probs_kept_BT.clamp(min=POSSIBLE)
+        possible_BT = log_probs_kept_BT.eq_(held_BT)
+        value_BT, slope_BT = held_BT.mul_(slope_BT), slope_BT.mul_(possible_BT)
     return PolicyLoss(with_slope(log_probs_BT, value_BT, slope_BT))
 
 
