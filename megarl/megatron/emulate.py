@@ -183,19 +183,21 @@ class Emulation:
 def emulate_fp8(model: torch.nn.Module, settings: PrecisionSettings) -> Emulation:
     """Let the linear modules of a built model's transformer layers compute as the recipe does; in place.
 
-    Layers that the settings keep in bfloat16 are left alone, and so are embedding, output layer and routers. Raises ValueError
-    where there is nothing to emulate, or no module that could be.
+    Layers that the settings keep in bfloat16 are left alone, and so are embedding, output layer and routers; a stage that has no
+    other layers gets an emulation of no modules. Raises ValueError where nothing is to be emulated, or layers are not local ones.
     """
     if not settings.emulated:
         raise ValueError(f"emulate_fp8 needs settings with fp8_backend=emulate, and these are {settings.label}")
+    linear = dict(_linear_modules(model))
+    if not linear and any(hasattr(module, "layer_number") for module in model.modules()):
+        raise ValueError(
+            "emulate_fp8 needs layers of Megatron's local spec, and this model has none of its linear modules"
+        )
     found = {}
-    for name, module in _linear_modules(model):
-        if settings.in_bf16(_layer_of(model, name), module.config.num_layers):
-            continue
-        found[name] = _rounding(settings, module)
-        module._forward_impl = _forward(module, found[name])
-    if not found:
-        raise ValueError("no linear module of this stage is left to emulate float8 in: all its layers stay in bfloat16")
+    for name, module in linear.items():
+        if not settings.in_bf16(_layer_of(model, name), module.config.num_layers):
+            found[name] = _rounding(settings, module)
+            module._forward_impl = _forward(module, found[name])
     return Emulation(settings.label, found)
 
 
