@@ -61,6 +61,23 @@ RANGES = {
     "actor.micro_batch_tokens": "[1,",
     "actor.logits_chunk_tokens": "[1,",
     "actor.threads": "[1,1024]",
+    "critic.head_std": "[0,",
+    "critic.optimizer.lr": "[0,",
+    "critic.optimizer.min_lr": "[0,",
+    "critic.optimizer.warmup_steps": "[0,",
+    "critic.optimizer.weight_decay": "[0,",
+    "critic.optimizer.beta1": "[0,1)",
+    "critic.optimizer.beta2": "[0,1)",
+    "critic.optimizer.eps": "(0,",
+    "critic.optimizer.clip_grad": "[0,",
+    "critic.optimizer.wsd_decay_steps": "[1,",
+    "critic.optimizer.layer_lr_decay": "(0,1]",
+    "critic.optimizer.cpu_offload": "[0,1]",
+    "critic.warmup_steps": "[0,",
+    "critic.value_clip": "(0,",
+    "critic.micro_batch_tokens": "[1,",
+    "reward_model.label": "[0,",
+    "reward_model.micro_batch_tokens": "[1,",
     "rollout.n": "[1,",
     "rollout.temperature": "[0.001,1000]",  # below 1e-6 SGLang is greedy, and its log-probs are of temperature 1
     "rollout.top_p": "(0,1]",
@@ -129,6 +146,7 @@ def problems(cfg: Config) -> list[str]:
         *_batch(cfg),
         *_sampling(cfg),
         *_training(cfg),
+        *_roles(cfg),
         *_algorithm(cfg),
         *_sources(cfg),
         *_files(cfg),
@@ -224,11 +242,31 @@ def _sampling(cfg: Config) -> Iterator[str]:
 
 
 def _training(cfg: Config) -> Iterator[str]:
-    optimizer = cfg.actor.optimizer
-    if optimizer.min_lr > optimizer.lr:
+    learners = {"actor": cfg.actor.optimizer} | ({"critic": cfg.critic.optimizer} if cfg.critic else {})
+    for role, optimizer in learners.items():
+        if optimizer.min_lr > optimizer.lr:
+            yield (
+                f"{role}.optimizer.min_lr={optimizer.min_lr} is above {role}.optimizer.lr={optimizer.lr}; "
+                f"set {role}.optimizer.min_lr={optimizer.lr} or less"
+            )
+
+
+def _roles(cfg: Config) -> Iterator[str]:
+    critic, reward = cfg.critic, cfg.reward_model
+    if critic is not None and critic.warmup_steps >= cfg.run.steps:
         yield (
-            f"actor.optimizer.min_lr={optimizer.min_lr} is above actor.optimizer.lr={optimizer.lr}; "
-            f"set actor.optimizer.min_lr={optimizer.lr} or less"
+            f"critic.warmup_steps={critic.warmup_steps} of run.steps={cfg.run.steps} leave the actor none to learn in; "
+            f"set critic.warmup_steps={cfg.run.steps - 1} or less"
+        )
+    if reward is not None and not (math.isfinite(reward.coefficient) and reward.coefficient):
+        yield (
+            f"reward_model.coefficient={reward.coefficient} makes no reward of the model's score; set another number, or "
+            "remove the section reward_model"
+        )
+    if cfg.reference.path is not None and not cfg.algorithm.reference:
+        yield (
+            f"reference.path={cfg.reference.path} but nothing is compared with it; set algorithm.kl_coefficient or "
+            "algorithm.shaping.kl_coefficient above 0, or remove it"
         )
 
 

@@ -276,6 +276,7 @@ def _suggestion(section: type, path: Keys) -> str:
     if not elsewhere:
         last = difflib.get_close_matches(key, [known[-1] for known, _ in keys()], n=1, cutoff=0.8)
         elsewhere = [known for known, _ in keys() if known[-1] in last]
+    elsewhere = [known for known in elsewhere if known[0] == path[0]] or elsewhere  # rather in the same role's section
     if elsewhere:
         return f"; did you mean {' or '.join('.'.join(known) for known in elsewhere)}?"
     return f"; known here: {', '.join(get_type_hints(section))}"

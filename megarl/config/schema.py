@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 Dtype = Literal["bfloat16", "float32"]
 Aggregation = Literal["token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"]
+Offload = Literal["none", "optimizer", "all"]  # optimizer: states and gradients; all: the parameters, too
 KLEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+"]
 
 
@@ -163,8 +164,36 @@ class ActorConfig:
     micro_batch_tokens: int = 8192  # at most so many tokens a micro-batch and rank (a longer sequence goes alone)
     recompute: Literal["none", "selective", "full"] = "none"  # activations recomputed in the backward pass
     logits_chunk_tokens: int = 1024  # response tokens whose logits exist at one time
+    offload: Offload = "none"  # what goes to CPU memory while other roles and the engines work (GPU only)
     share_prompts: bool | None = None  # compute a prompt once for all its samples; None: where attention can (not TE)
     threads: int | None = None  # CPU threads a rank; None: cores / ranks
+
+
+@dataclass
+class CriticConfig:
+    path: str | None = None  # what it starts from: a policy, a reward model, trl's value model; None: model.path
+    head_std: float = 0.0  # of the weights of a value head that is made fresh; 0: all values begin at 0
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+    warmup_steps: int = 0  # first steps of the run in which only the critic learns
+    value_clip: float | None = 0.2  # how far a value may move from the rollout's in a step; None: any distance
+    value_aggregation: Aggregation = "token_mean"  # average of the value loss over a mini-batch
+    micro_batch_tokens: int | None = None  # at most so many tokens a micro-batch and rank; None: the actor's
+    offload: Offload = "none"  # what goes to CPU memory while other roles and the engines work (GPU only)
+
+
+@dataclass
+class ReferenceConfig:
+    path: str | None = None  # the model that the policy is compared with; None: model.path
+    offload: Offload = "none"  # what goes to CPU memory while other roles and the engines work (GPU only)
+
+
+@dataclass
+class RewardModelConfig:
+    path: str = "???"  # a Hugging Face folder of a sequence classifier that shares the policy's tokenizer
+    coefficient: float = 1.0  # times its score: a part of the reward, beside the reward function's
+    label: int | None = None  # which of several labels' scores counts, from 0; None: their sum
+    micro_batch_tokens: int | None = None  # at most so many tokens a micro-batch and rank; None: the actor's
+    offload: Offload = "none"  # what goes to CPU memory while other roles and the engines work (GPU only)
 
 
 @dataclass
@@ -239,6 +268,9 @@ class Config:
     reward: RewardConfig = field(default_factory=RewardConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
+    critic: CriticConfig | None = None
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    reward_model: RewardModelConfig | None = None
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reshard: ReshardConfig = field(default_factory=ReshardConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)

@@ -9,6 +9,7 @@ import torch
 
 from megarl.batch import Batch, Level, Prompt
 from megarl.controller.engines import EngineGroup
+from megarl.controller.roles import NoRewardModel, RewardModel
 from megarl.rewards import Rewarder
 from megarl.rollout.sampling import Sampling
 
@@ -19,6 +20,7 @@ class GreedyBaseline:
 
     engines: EngineGroup
     rewards: Rewarder
+    reward_model: RewardModel | NoRewardModel
     max_new_tokens: int
 
     def scores(self, batch: Batch) -> Batch:
@@ -29,7 +31,7 @@ class GreedyBaseline:
         prompts = [_prompt(batch, at) for at in first.values()]
         greedy = Sampling(n=1, temperature=0.0, max_new_tokens=self.max_new_tokens)
         answers = Batch.from_samples(self.engines.generate(prompts, greedy, group_suffix="@greedy"))
-        rewards = self.rewards.score(answers)["reward"].tolist()
+        rewards = self.reward_model.add(answers.union(self.rewards.score(answers)))["reward"].tolist()
         by_group = dict(zip(first, rewards, strict=True))
         baseline = torch.tensor([by_group[group] for group in batch["group"]], dtype=torch.float32)
         return batch.select([]).set("baseline", baseline, Level.SAMPLE)

@@ -24,7 +24,7 @@ PLAIN = {"baseline_B": "baseline", "reward_parts_BK": "reward_parts"}
 
 
 class Estimator:
-    """Adds `advantages` (RESPONSE) to a batch with token rewards."""
+    """Adds `advantages` and `returns` (RESPONSE) to a batch with token rewards."""
 
     def __init__(self, config: AlgorithmConfig):
         self._name = config.advantage
@@ -40,11 +40,12 @@ class Estimator:
         offered = {name: batch.padded(field) for name, field in PADDED.items() if field in batch}
         offered |= {name: batch[field] for name, field in PLAIN.items() if field in batch}
         offered |= {"group_B": list(batch["group"]), **self._options}
-        advantages_BT = self._checked(offered)
-        return batch.set("advantages", batch.unpad(advantages_BT), Level.RESPONSE)
+        for name, values_BT in zip(("advantages", "returns"), self._checked(offered), strict=True):
+            batch = batch.set(name, batch.unpad(values_BT), Level.RESPONSE)
+        return batch
 
-    def _checked(self, offered: dict[str, Any]) -> torch.Tensor:
-        """The advantages, float32. RunError names the estimator, which may be the user's own, where it gives none."""
+    def _checked(self, offered: dict[str, Any]) -> Advantage:
+        """What it answers, float32. RunError names the estimator, which may be the user's own, where it gives none."""
         try:
             result = call(self._advantage, offered)
         except (Exception, SystemExit) as error:
@@ -54,10 +55,13 @@ class Estimator:
             raise RunError(
                 f"the advantage estimator {self._name!r} must return an Advantage, not {type(result).__name__}"
             )
-        given, wanted = tuple(result.advantages_BT.shape), tuple(offered["mask_BT"].shape)
+        return Advantage(*(self._float(values_BT, offered["mask_BT"]) for values_BT in result))
+
+    def _float(self, values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+        given, wanted = tuple(values_BT.shape), tuple(mask_BT.shape)
         if given != wanted:
             raise RunError(f"the advantage estimator {self._name!r} gave a shape of {given}, not {wanted}")
-        advantages_BT = result.advantages_BT.float()
-        if not bool(advantages_BT[offered["mask_BT"] > 0].isfinite().all()):
+        values_BT = values_BT.float()
+        if not bool(values_BT[mask_BT > 0].isfinite().all()):
             raise RunError(f"the advantage estimator {self._name!r} gave a value that is not a finite number")
-        return advantages_BT
+        return values_BT

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from megarl.batch import Batch
+from megarl.rewards import accuracy
 
 
 @dataclass
@@ -15,20 +16,25 @@ class StepMetrics:
     """Collects what the parts of a step said."""
 
     def of(
-        self, batch: Batch, update: Mapping[str, float], sync: Mapping[str, float], seconds: Mapping[str, float]
+        self,
+        batch: Batch,
+        updates: Mapping[str, Mapping[str, float]],
+        sync: Mapping[str, float],
+        seconds: Mapping[str, float],
     ) -> dict[str, float]:
         """Means are over samples (reward, response) or over response tokens that the loss counts (the rest). What the parts of
-        the step noted in the batch comes first."""
+        the step noted in the batch comes first. `updates`: of each role that learns. Accuracy is that of the reward function."""
         rewards = torch.as_tensor(batch["reward"], dtype=torch.float32)
         lengths = batch.response_lengths.float()
         cut = sum(reason == "length" for reason in batch["stop_reason"])
         step = sum(seconds.values())
         tokens = int(batch.total_lengths.sum())
         metrics = dict(batch.meta.get("metrics", {}))
+        ruled = "rule_reward" if "rule_reward" in batch else "reward"
         metrics |= {
             "reward/mean": float(rewards.mean()),
             "reward/std": float(rewards.std(unbiased=False)),
-            "reward/accuracy": float((rewards >= 1.0).float().mean()),
+            "reward/accuracy": accuracy(batch[ruled]),
             "reward/groups_all_equal": _all_equal(batch, rewards),
             "response/length_mean": float(lengths.mean()),
             "response/length_max": float(lengths.max()),
@@ -40,7 +46,7 @@ class StepMetrics:
             means = batch["reward_parts"].mean(dim=0).tolist()
             metrics |= {f"reward_part/{k}": v for k, v in zip(batch.meta["reward_parts"], means, strict=True)}
         metrics |= {f"rollout/{k}": float(v) for k, v in batch.meta.get("rollout", {}).items()}
-        metrics |= {f"actor/{k}": v for k, v in update.items()}
+        metrics |= {f"{role}/{k}": v for role, update in updates.items() for k, v in update.items()}
         metrics |= sync
         metrics |= {f"time/{name}": value for name, value in seconds.items()}
         return metrics | {"time/step": step}

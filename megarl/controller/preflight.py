@@ -19,8 +19,10 @@ from megarl.bridge.hf_io import HFReader
 from megarl.bridge.model_map import ModelMap
 from megarl.config import Config
 from megarl.config.paths import path_fault, user_path
+from megarl.controller import role_checks
 from megarl.controller.record import check_recording
 from megarl.errors import ConfigError, UserError
+from megarl.roles.models import Models
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,7 +36,6 @@ BYTES = {"bfloat16": 2, "float32": 4}
 
 # Data that estimators may ask for and no part of the trainer makes yet.
 NOT_MADE = {
-    "values_BT": "the values of a critic, which the trainer does not have yet",
     "sum_p2_BT": "the sum of squared probabilities of every token, which the trainer does not compute yet",
 }
 
@@ -47,6 +48,7 @@ class Prepared:
     model: ModelMap
     tokenizer: PreTrainedTokenizerBase
     sources: Sources
+    models: Models  # of every role
 
 
 def preflight(cfg: Config) -> Prepared:
@@ -75,17 +77,19 @@ class _Check:
         self.model: ModelMap | None = None
         self.tokenizer: PreTrainedTokenizerBase | None = None
         self.sources: Sources | None = None
+        self.models: Models | None = None
 
     def finish(self) -> Prepared:
         self._add(config.problems(self.cfg))
         self._model()
+        self._roles()
         self._names()
         self._data()
         self._add(_machine(self.cfg, self.model))
         if self.found:
             raise ConfigError(list(dict.fromkeys(self.found)))
-        assert self.folder and self.model and self.tokenizer and self.sources
-        return Prepared(self.folder, self.model, self.tokenizer, self.sources)
+        assert self.folder and self.model and self.tokenizer and self.sources and self.models
+        return Prepared(self.folder, self.model, self.tokenizer, self.sources, self.models)
 
     def _add(self, problems: Collection[str] | Iterator[str]) -> None:
         self.found += [problem for problem in problems if not any(key in problem for key in self.unread)]
@@ -96,13 +100,19 @@ class _Check:
         try:
             self.folder = models.resolve(self.cfg.model.path)
             self.model = ModelMap.from_hf(self.folder)
-            self.tokenizer = _tokenizer(self.folder)
+            self.tokenizer = role_checks.read_tokenizer(self.folder)
             HFReader(self.folder).check(self.model)
         except UserError as error:
             self._add([f"model.path={self.cfg.model.path}: {error}"])
         if self.model is not None:
             self._add(_layout(self.cfg, self.model))
             self._add(_recording(self.cfg, self.model))
+
+    def _roles(self) -> None:
+        if self.folder and self.model and self.tokenizer:
+            found = role_checks.find(self.cfg, self.folder, self.model, self.tokenizer)
+            self.models = found.models
+            self._add(found.problems)
 
     def _names(self) -> None:
         cfg = self.cfg
@@ -126,6 +136,7 @@ class _Check:
             if key == "algorithm.advantage":
                 self._add(_group(cfg, function))
                 self._add(_estimator(cfg))
+                self._add(role_checks.estimator_needs(cfg, function))
             else:
                 self._add(_objective(cfg))
         self._add(_correction(cfg))
@@ -185,6 +196,8 @@ def _estimator(cfg: Config) -> Iterator[str]:
     for key in sorted({"gamma", "lam", "normalize_std"} & set(options)):
         yield f"algorithm.advantage_options.{key} is a setting of its own; write algorithm.{key}={options[key]}"
     for needed in advantage.required(name):
+        if needed == "values_BT" and cfg.critic is None:
+            yield f"algorithm.advantage={name} needs the values of a critic; add a section critic, empty or not"
         if needed in NOT_MADE:
             yield f"algorithm.advantage={name} needs {NOT_MADE[needed]}; choose another estimator"
 
@@ -248,16 +261,6 @@ def _recording(cfg: Config, model: ModelMap) -> Iterator[str]:
         context=model.model_args()["max_sequence_length"],
     )
     yield from (f"rollout.replay={replay}: {fault}" for fault in faults)
-
-
-def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # whatever transformers makes of a damaged file
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"its tokenizer cannot be read: {reason}") from error
 
 
 def _layout(cfg: Config, model: ModelMap) -> Iterator[str]:

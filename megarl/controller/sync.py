@@ -30,10 +30,11 @@ class WeightSync:
     version: int = 0  # of the weights that the engines are given
 
     def push(self, version: int) -> dict[str, float]:
-        """Metrics of the sync. Raises RunError where anything did not arrive."""
+        """Metrics of the sync. Raises RunError where anything did not arrive. Afterwards the ranks rest."""
         self.version = version
         metrics = self.transfer.push(self.actor, self.engines, version).metrics()
-        return metrics | (self.probe_engines() if self.probe else {})
+        metrics |= self.probe_engines() if self.probe else {}
+        return metrics | self.actor.rest()
 
     def renew(self, receivers: Receivers) -> None:
         """Give engines that were started anew the weights that all others have."""

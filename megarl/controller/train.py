@@ -17,13 +17,23 @@ from megarl.controller.estimator import Estimator
 from megarl.controller.evaluation import Evaluation
 from megarl.controller.export import export_hf
 from megarl.controller.preflight import Prepared
+from megarl.controller.role_checks import notes
+from megarl.controller.roles import (
+    Critic,
+    Learner,
+    NoCritic,
+    NoReference,
+    NoRewardModel,
+    Reference,
+    RewardModel,
+)
 from megarl.controller.rollout import Generated, Replayed, Rollout
 from megarl.controller.rollout import Selection as GroupSelection
 from megarl.controller.selection import Bypassed, Scored, Selection, unequal
 from megarl.controller.shaping import Shaping
 from megarl.controller.sync import WeightSync
 from megarl.controller.trainer import Trainer
-from megarl.controller.workers import NoReference, Reference, WorkerGroup
+from megarl.controller.workers import WorkerGroup
 from megarl.observe.observer import Observer
 from megarl.reshard.colocated import Colocated
 from megarl.rewards import Rewarder
@@ -41,7 +51,7 @@ def run(cfg: Config, prepared: Prepared) -> int:
 
 def _run(cfg: Config, prepared: Prepared, stack: ExitStack, signals: _Signals) -> None:
     observer = stack.enter_context(Observer(cfg, configuration.dump(cfg)))
-    for note in prepared.sources.notes:
+    for note in (*prepared.sources.notes, *notes(cfg)):
         observer.note(note)
     places: list[tuple[str, Path | str]] = []
     with observer.stage("start Ray"):
@@ -68,8 +78,7 @@ def _build(cfg: Config, prepared: Prepared, observer: Observer, stack: ExitStack
         note=observer.note,
     )
     stack.callback(engines.shutdown)
-    updates = cfg.run.steps * cfg.algorithm.epochs * cfg.algorithm.mini_batches
-    actor = WorkerGroup(cfg, prepared.folder, updates)
+    actor = WorkerGroup(cfg, prepared.models)
     actor.start()
     with observer.stage("start the trainer"):
         actor.ready()
@@ -86,6 +95,7 @@ def _build(cfg: Config, prepared: Prepared, observer: Observer, stack: ExitStack
     )
     engines.renew = sync.renew
     rewards = Rewarder(cfg.reward, prepared.tokenizer)
+    reward_model = RewardModel(actor, cfg.reward_model) if cfg.reward_model else NoRewardModel()
     rollout = _rollout(cfg, prepared, engines, rewards)
     stack.callback(rollout.close)
     trainer = Trainer(
@@ -93,14 +103,16 @@ def _build(cfg: Config, prepared: Prepared, observer: Observer, stack: ExitStack
         prompts_per_step=cfg.data.prompts_per_step,
         rollout=rollout,
         rewards=rewards if isinstance(rollout, Replayed) else Scored(),
+        reward_model=reward_model,
         baseline=(
-            GreedyBaseline(engines, rewards, cfg.rollout.max_new_tokens)
+            GreedyBaseline(engines, rewards, reward_model, cfg.rollout.max_new_tokens)
             if "baseline_B" in advantage.required(cfg.algorithm.advantage)
             else NoBaseline()
         ),
-        actor=actor,
         old_policy=Bypassed() if cfg.algorithm.correction.bypass else actor,
         reference=Reference(actor) if cfg.algorithm.reference else NoReference(),
+        critic=Critic(actor) if cfg.critic else NoCritic(),
+        actor=Learner(actor, cfg.critic.warmup_steps if cfg.critic else 0),
         shaping=Shaping(cfg.algorithm.shaping, cfg.rollout.max_new_tokens),
         estimator=Estimator(cfg.algorithm),
         selection=Selection(cfg.algorithm),
@@ -139,10 +151,12 @@ def _loop(cfg: Config, trainer: Trainer, evaluation: Evaluation, observer: Obser
         batch, metrics = trainer.step(number)
         with observer.stage("log"):
             observer.step(number, metrics, batch)
-            if metrics["actor/applied"] < 1:
-                observer.note(
-                    f"step {number}: a gradient was not finite; it was not applied and nothing was learned from it"
-                )
+            for role in ("actor", "critic"):
+                if metrics.get(f"{role}/applied", 1.0) < 1:
+                    observer.note(
+                        f"step {number}: a gradient of the {role} was not finite; it was not applied and nothing was "
+                        "learned from it"
+                    )
         evaluate(number)
 
 

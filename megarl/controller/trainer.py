@@ -9,11 +9,12 @@ from megarl.batch import Batch
 from megarl.controller.baseline import GreedyBaseline, NoBaseline
 from megarl.controller.estimator import Estimator
 from megarl.controller.metrics import StepMetrics
+from megarl.controller.roles import Critic, Learner, NoCritic, NoReference, NoRewardModel, Reference, RewardModel
 from megarl.controller.rollout import Rollout
-from megarl.controller.selection import Bypassed, Selection
+from megarl.controller.selection import Bypassed, Scored, Selection
 from megarl.controller.shaping import Shaping
 from megarl.controller.sync import WeightSync
-from megarl.controller.workers import NoReference, Reference, WorkerGroup
+from megarl.controller.workers import WorkerGroup
 from megarl.data import PromptSource
 from megarl.observe.stages import Stages
 from megarl.rewards import Rewarder
@@ -26,11 +27,13 @@ class Trainer:
     prompts: PromptSource
     prompts_per_step: int
     rollout: Rollout
-    rewards: Rewarder
+    rewards: Rewarder | Scored
+    reward_model: RewardModel | NoRewardModel
     baseline: GreedyBaseline | NoBaseline
-    actor: WorkerGroup
     old_policy: WorkerGroup | Bypassed
     reference: Reference | NoReference
+    critic: Critic | NoCritic
+    actor: Learner
     shaping: Shaping
     estimator: Estimator
     selection: Selection
@@ -39,17 +42,19 @@ class Trainer:
     metrics: StepMetrics = field(default_factory=StepMetrics)
 
     def step(self, number: int) -> tuple[Batch, Mapping[str, float]]:
-        """prompts → rollout → reward → log-probs → advantages → update → reshard; the samples, and the step's metrics."""
+        """prompts → rollout → reward → log-probs, values → advantages → updates → reshard; the samples, and the step's metrics."""
         with self.stage("rollout"):
             batch = self.rollout.collect(self.prompts.take(self.prompts_per_step), number)
         with self.stage("score"):
-            batch = batch.union(self.rewards.score(batch), self.baseline.scores(batch))
+            batch = self.reward_model.add(batch.union(self.rewards.score(batch), self.baseline.scores(batch)))
         with self.stage("log_probs"):
-            batch = batch.union(self.old_policy.log_probs(batch), self.reference.log_probs(batch))
+            batch = batch.union(
+                self.old_policy.log_probs(batch), self.reference.log_probs(batch), self.critic.values(batch)
+            )
         with self.stage("advantages"):
             batch = self.selection(self.estimator(self.shaping(batch)))
         with self.stage("update"):
-            update = self.actor.update(batch)
+            updates = {"critic": self.critic.update(batch), "actor": self.actor.update(batch, number)}
         with self.stage("reshard"):
             report = self.sync.push(number)
-        return batch, self.metrics.of(batch, update, report, self.stage.collect())
+        return batch, self.metrics.of(batch, updates, report, self.stage.collect())

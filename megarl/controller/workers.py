@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import ray
@@ -12,21 +11,23 @@ import torch
 
 from megarl import cpu
 from megarl.algorithms import Objective, denominators
+from megarl.algorithms.value_loss import ValueObjective
 from megarl.batch import Batch, Level
 from megarl.batch.packing import prompt_runs
 from megarl.batch.plan import balance
 from megarl.config import Config
 from megarl.controller.calls import wait_for
 from megarl.reshard.bucket import BucketSpec
+from megarl.roles.models import Models
 from megarl.roles.worker import Worker
 
 _NAME = "trainer rank"
 
 
 class WorkerGroup:
-    """The actor and, where the recipe has one, the reference, on `actor.parallel.ranks` processes."""
+    """The actor and the recipe's other roles, on `actor.parallel.ranks` processes."""
 
-    def __init__(self, config: Config, folder: Path, total_updates: int):
+    def __init__(self, config: Config, models: Models):
         self.config = config
         parallel = config.actor.parallel
         self.data_size = parallel.ranks // (parallel.tensor * parallel.pipeline)
@@ -36,9 +37,9 @@ class WorkerGroup:
         remote = ray.remote(Worker).options(
             runtime_env={"env_vars": cpu.process_env(threads) | _search_path()}, max_concurrency=1, **options
         )
-        self.actors = [remote.remote(config, str(folder)) for _ in range(parallel.ranks)]
-        self._total_updates = total_updates
+        self.actors = [remote.remote(config, models) for _ in range(parallel.ranks)]
         self._objective = Objective.from_config(config.algorithm)
+        self._value_objective = ValueObjective.from_config(config.critic) if config.critic is not None else None
         self._pending: list[Any] = []
         self.places: list[dict[str, Any]] = []
 
@@ -46,10 +47,7 @@ class WorkerGroup:
         """Begin building on all ranks; `ready` waits for it, so that engines can start beside."""
         address, port = wait_for([self.actors[0].address.remote()], "looking for a port", self._timeout, _NAME)[0]
         world = len(self.actors)
-        self._pending = [
-            actor.start.remote(rank, world, address, port, self._total_updates)
-            for rank, actor in enumerate(self.actors)
-        ]
+        self._pending = [actor.start.remote(rank, world, address, port) for rank, actor in enumerate(self.actors)]
 
     def ready(self) -> None:
         self.places = wait_for(self._pending, "starting the trainer", self._timeout, _NAME)
@@ -72,14 +70,14 @@ class WorkerGroup:
 
         Metrics of the step: means over its updates, maxima over them.
         """
-        a = self.config.algorithm
-        needed = batch.select(["tokens", *(name for name in self._objective.reads if name in batch)])
-        results = [self._one_update(part) for _ in range(a.epochs) for part in needed.split(a.mini_batches)]
-        merged: dict[str, float] = {}
-        for key in results[0]:
-            values = [r[key] for r in results]
-            merged[key] = max(values) if key.endswith("_max") else sum(values) / len(values)
-        return merged
+        return self._updates("update", "update", self._prepared, batch, self._objective.reads)
+
+    def update_critic(self, batch: Batch) -> dict[str, float]:
+        """The same steps of the critic."""
+        assert self._value_objective is not None
+        return self._updates(
+            "update_critic", "update of the critic", lambda part: part, batch, self._value_objective.reads
+        )
 
     def write(self, bucket: BucketSpec) -> None:
         self._all("write", "writing weights", bucket)
@@ -87,18 +85,44 @@ class WorkerGroup:
     def fingerprints(self, names: Sequence[str], dtype: str) -> list[dict[str, int]]:
         return self._all("fingerprints", "fingerprinting weights", list(names), dtype)
 
-    def _one_update(self, part: Batch) -> dict[str, float]:
+    def rest(self) -> dict[str, float]:
+        """The engines sample now: roles make room for them, as far as the configuration says. Metrics of what was moved."""
+        answers = self._all("rest", "offloading")
+        return {key: max(answer.get(key, 0.0) for answer in answers) for key in answers[0]}
+
+    def _updates(
+        self, method: str, what: str, prepare: Callable[[Batch], Batch], batch: Batch, reads: Sequence[str]
+    ) -> dict[str, float]:
+        """Epochs over mini-batches of a method of the ranks; `prepare` sees each mini-batch whole."""
+        a = self.config.algorithm
+        needed = batch.select(["tokens", *(name for name in reads if name in batch)])
+        results = [
+            self._one_update(method, what, prepare(part))
+            for _ in range(a.epochs)
+            for part in needed.split(a.mini_batches)
+        ]
+        merged: dict[str, float] = {}
+        for key in results[0]:
+            values = [r[key] for r in results]
+            merged[key] = max(values) if key.endswith("_max") else sum(values) / len(values)
+        return merged
+
+    def _prepared(self, part: Batch) -> Batch:
+        """With what the policy loss must know of a whole mini-batch."""
         data = {name: part.padded(name) for name in part.names if part.level(name) is Level.RESPONSE}
         for name, values_BT in self._objective.prepare(data).items():
             part = part.set(name, part.unpad(values_BT), Level.RESPONSE)
+        return part
+
+    def _one_update(self, method: str, what: str, part: Batch) -> dict[str, float]:
         shards, _ = self._shards(part)
         totals = denominators(part.padded("loss_mask"), max_length=self.config.rollout.max_new_tokens)
         references = [ray.put(shard) for shard in shards]
         calls = [
-            actor.update.remote(references[place["data"]], totals)
+            getattr(actor, method).remote(references[place["data"]], totals)
             for actor, place in zip(self.actors, self.places, strict=True)
         ]
-        answers = wait_for(calls, "update", self._timeout, _NAME)
+        answers = wait_for(calls, what, self._timeout, _NAME)
         metrics = {k: answers[0][k] for k in ("grad_norm", "lr", "applied")}
         primaries = [a for a, place in zip(answers, self.places, strict=True) if place["primary"]]
         for key in sorted({k for a in primaries for k in a if "/" in k}):
@@ -108,7 +132,7 @@ class WorkerGroup:
         return metrics
 
     def forward(self, method: str, what: str, batch: Batch) -> Batch:
-        """Call a method of all ranks on the tokens of a batch; its RESPONSE fields in the batch's order."""
+        """Call a method of all ranks on the tokens of a batch; the fields it answers with, in the batch's order."""
         shards, order = self._shards(batch.select(["tokens"]))
         references = [ray.put(shard) for shard in shards]
         calls = [
@@ -138,24 +162,6 @@ class WorkerGroup:
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.actors)
-
-
-class Reference:
-    """The reference model of the recipe, on the actor's ranks."""
-
-    def __init__(self, group: WorkerGroup):
-        self._group = group
-
-    def log_probs(self, batch: Batch) -> Batch:
-        """`ref_log_probs` (RESPONSE field)."""
-        return self._group.forward("reference_log_probs", "reference log-probs", batch)
-
-
-class NoReference:
-    """For recipes without a reference: has nothing to say."""
-
-    def log_probs(self, batch: Batch) -> Batch:
-        return batch.select([])
 
 
 def _search_path() -> dict[str, str]:

@@ -7,12 +7,14 @@ from pathlib import Path
 from megarl.config.paths import user_path
 from megarl.errors import UserError
 
+REWARD = "-reward"  # at the end of a tiny model's name: a random reward model of the family
+
 
 def names() -> list[str]:
     """Every name that `resolve` knows."""
     from megarl.models.tiny import RECIPES
 
-    return ["smollm2", *(f"tiny-{family}" for family in RECIPES)]
+    return ["smollm2", *(f"tiny-{family}" for family in RECIPES), *(f"tiny-{family}{REWARD}" for family in RECIPES)]
 
 
 def resolve(path_or_name: str | Path) -> Path:
@@ -41,7 +43,7 @@ def check_folder(folder: Path) -> Path:
 
 
 def _made(name: str) -> Path:
-    from megarl.models import tiny
+    from megarl.models import heads, tiny
     from megarl.models.cache import cache_dir, locked
 
     if name == "smollm2":
@@ -52,5 +54,7 @@ def _made(name: str) -> Path:
     if not folder.is_dir():
         with locked(name):
             if not folder.is_dir():
-                tiny.make_tiny(name.removeprefix("tiny-"), folder)
+                family = name.removeprefix("tiny-").removesuffix(REWARD)
+                make = heads.make_tiny_reward if name.endswith(REWARD) else tiny.make_tiny
+                make(family, folder)
     return folder

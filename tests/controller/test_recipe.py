@@ -140,6 +140,6 @@ def test_bypass_takes_the_engines_log_probs() -> None:
 def test_notes_of_the_parts_become_metrics_of_the_step() -> None:
     done = prepared(AlgorithmConfig(), rollout())
     done.meta["reward_parts"] = ["format", "right"]
-    metrics: dict[str, Any] = StepMetrics().of(done, {"loss": 1.0}, {}, {"rollout": 2.0})
+    metrics: dict[str, Any] = StepMetrics().of(done, {"actor": {"loss": 1.0}}, {}, {"rollout": 2.0})
     assert metrics["shaping/reward_mean"] == metrics["reward/mean"] and metrics["mismatch/abs_max"] > 0
     assert metrics["reward_part/right"] == pytest.approx(float(done["reward_parts"][:, 1].mean()))

@@ -112,7 +112,8 @@ def test_names_are_made_in_the_cache_once(tmp_path: Path, monkeypatch: pytest.Mo
     assert folder.parent == tmp_path / "cache"
     assert check_folder(folder) == folder
     assert not ModelMap.from_hf(folder).tied
-    assert set(names()) == {"smollm2", *(f"tiny-{family}" for family in RECIPES)}
+    tiny = {f"tiny-{family}" for family in RECIPES}
+    assert set(names()) == {"smollm2", *tiny, *(f"{name}-reward" for name in tiny)}
 
 
 def test_paths_are_checked(tmp_path: Path, made: dict[str, Path]) -> None:

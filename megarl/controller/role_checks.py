@@ -1,0 +1,138 @@
+"""What must be right with the models of the roles beside the actor, told before a process is started."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl import models
+from megarl.bridge.head_io import critic_head, open_checkpoint, reward_head
+from megarl.bridge.heads import Head
+from megarl.bridge.model_map import ModelMap
+from megarl.config import Config
+from megarl.errors import UserError
+from megarl.roles.models import Models
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass
+class Found:
+    """Models of the roles, and a sentence for each thing that is wrong with them."""
+
+    models: Models
+    problems: list[str]
+
+
+def find(cfg: Config, folder: Path, model: ModelMap, tokenizer: PreTrainedTokenizerBase) -> Found:
+    """The folders of the recipe's roles. `folder`, `model`, `tokenizer`: of the policy."""
+    look = _Look(cfg, folder, model, tokenizer)
+    reference = critic = reward = None
+    if cfg.algorithm.reference:
+        reference = look.at("reference.path", cfg.reference.path, lambda _: None)
+    if cfg.critic is not None:
+        critic = look.at("critic.path", cfg.critic.path, critic_head)
+    if cfg.reward_model is not None:
+        reward = look.at("reward_model.path", cfg.reward_model.path, reward_head)
+        look.label()
+    return Found(Models(str(folder), reference, critic, reward), look.problems)
+
+
+class _Look:
+    def __init__(self, cfg: Config, folder: Path, model: ModelMap, tokenizer: PreTrainedTokenizerBase):
+        self.cfg, self.folder, self.model, self.tokenizer = cfg, folder, model, tokenizer
+        self.problems: list[str] = []
+        self.labels: int | None = None
+
+    def at(self, key: str, path: str | None, head_of: Callable[[Path], Head | None]) -> str | None:
+        """The folder that a key names (None: the policy's), looked at."""
+        try:
+            folder = self.folder if path is None else models.resolve(path)
+            head = head_of(folder)
+            model = ModelMap.from_hf(folder, head)
+            open_checkpoint(folder, head).check(model)
+        except UserError as error:
+            self.problems.append(f"{key}={path}: {error}")
+            return None
+        if head is not None:
+            self.labels = head.labels
+        if folder != self.folder:
+            self.problems += [f"{key}={path}: {problem}" for problem in self._unlike(folder, model)]
+        return str(folder)
+
+    def label(self) -> None:
+        assert self.cfg.reward_model is not None
+        label = self.cfg.reward_model.label
+        if label is not None and self.labels is not None and label >= self.labels:
+            self.problems.append(
+                f"reward_model.label={label} but the reward model has {self.labels} labels, counted from 0; "
+                f"set reward_model.label={self.labels - 1} or less"
+            )
+
+    def _unlike(self, folder: Path, model: ModelMap) -> Iterator[str]:
+        """What keeps another model from standing on the policy's layout and reading the policy's tokens."""
+        layout = self.cfg.actor.parallel
+        if layout.tensor > 0 and layout.pipeline > 0:
+            yield from model.check_layout(layout.tensor, layout.pipeline)
+        longest = self.cfg.data.max_prompt_tokens + self.cfg.rollout.max_new_tokens
+        if longest > (context := model.model_args()["max_sequence_length"]):
+            yield (
+                f"data.max_prompt_tokens+rollout.max_new_tokens={longest} tokens are more than the {context} that the model "
+                "was made for; set one of them lower"
+            )
+        yield from _foreign(folder, self.tokenizer)
+
+
+def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a Hugging Face folder. UserError where it cannot be read."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # whatever transformers makes of a damaged file
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"its tokenizer cannot be read: {reason}") from error
+
+
+def _foreign(folder: Path, ours: PreTrainedTokenizerBase) -> Iterator[str]:
+    """Roles read token ids, which mean something under one vocabulary only."""
+    try:
+        theirs = read_tokenizer(folder).get_vocab()
+    except UserError as error:
+        yield str(error)
+        return
+    odd = [word for word, number in ours.get_vocab().items() if theirs.get(word) != number]
+    if odd:
+        yield (
+            f"its tokenizer is not the policy's ({len(odd)} tokens have another number or none, {odd[0]!r} among them), and "
+            "it would read other texts than the policy wrote; give a model of the same family"
+        )
+
+
+def estimator_needs(cfg: Config, estimator: Callable[..., object]) -> Iterator[str]:
+    """A critic that nobody asks, and an estimator that asks a critic who is not there."""
+    asks = "values_BT" in inspect.signature(estimator).parameters
+    if cfg.critic is not None and not asks:
+        yield (
+            f"critic is there, but algorithm.advantage={cfg.algorithm.advantage} asks for no values; set "
+            "algorithm.advantage=gae, or remove the section critic"
+        )
+
+
+def notes(cfg: Config) -> list[str]:
+    """What is as it was asked for, and yet without effect on this machine."""
+    import torch
+
+    sections = {"actor": cfg.actor, "critic": cfg.critic, "reference": cfg.reference, "reward_model": cfg.reward_model}
+    asked = [
+        f"{name}.offload={section.offload}"
+        for name, section in sections.items()
+        if section and section.offload != "none"
+    ]
+    if not asked or torch.cuda.is_available():
+        return []
+    return [f"{' and '.join(asked)}: there is no GPU here, so all is in CPU memory already and nothing is moved"]

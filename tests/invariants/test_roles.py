@@ -1,0 +1,121 @@
+"""Values, value loss, reward scores, every gradient and the weights after a step: those of transformers' classifiers, on every
+layout, to rounding.
+
+A critic is a classifier with one label, a reward model has any number. The jobs of as many ranks share one set of processes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.models.heads import make_tiny_reward
+from tests.distributed import free_port, run_ranks
+from tests.megatron.layouts import Layout
+from tests.megatron.valued_jobs import Job, Outcome, outcome, run_jobs, transformers_reference
+
+GOAL = 1e-5
+# What a job is of: the kind of its loss, and the labels of its head.
+ROLES = {"critic": ("critic", 1), "reward model": ("reward", 1), "reward model of 3 labels": ("reward", 3)}
+FAMILIES = ("qwen2", "qwen3", "llama")
+LAYOUTS = {
+    "one rank": Layout(),
+    "a sample a micro-batch": Layout(micro_batch_tokens=1, share_prompts=False),
+    "recomputed": Layout(recompute="full", micro_batch_tokens=40),
+    "tp2": Layout(tensor=2, micro_batch_tokens=40),
+    "tp2 sp": Layout(tensor=2, sequence=True, micro_batch_tokens=40),
+    "pp2": Layout(pipeline=2, micro_batch_tokens=40),
+    "pp2 vpp2": Layout(pipeline=2, virtual=2, micro_batch_tokens=40),
+    "cp2": Layout(context=2, micro_batch_tokens=40),
+    "dp2": Layout(data=2, micro_batch_tokens=40),
+    "dp2 plain optimizer": Layout(data=2, distributed=False),
+    "tp2 sp pp2": Layout(tensor=2, sequence=True, pipeline=2, micro_batch_tokens=30),
+    "dp2 tp2": Layout(data=2, tensor=2, micro_batch_tokens=30),
+}
+# In the short form: one family, and of it what differs most.
+SHORT = {
+    ("qwen3", role, layout)
+    for role in ROLES
+    for layout in ("one rank", "tp2 sp", "pp2", "cp2", "dp2")
+    if role != "reward model" or layout == "one rank"
+}
+
+
+class Jobs:
+    """Runs all jobs of a number of ranks when the first of them is asked for: the short ones, or all."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    @functools.cache
+    def model(self, family: str, labels: int) -> Path:
+        return make_tiny_reward(family, self.folder / f"{family}-{labels}", labels=labels)
+
+    @functools.cache
+    def reference(self, family: str, role: str) -> Path:
+        kind, labels = ROLES[role]
+        file = self.folder / f"{family}-{role}.pt"
+        transformers_reference(kind, self.model(family, labels), file)
+        return file
+
+    @functools.cache
+    def of(self, world: int, short: bool) -> dict[tuple[str, str, str], Outcome]:
+        wanted = [
+            (family, role, layout)
+            for family in FAMILIES
+            for role in ROLES
+            for layout in LAYOUTS
+            if LAYOUTS[layout].world == world and ((family, role, layout) in SHORT) == short
+        ]
+        jobs = [
+            Job(ROLES[r][0], LAYOUTS[n], str(self.model(f, ROLES[r][1])), str(self.reference(f, r)), free_port())
+            for f, r, n in wanted
+        ]
+        answers = run_ranks(world, run_jobs, jobs, timeout=600)
+        return {
+            key: outcome(job, [rank[at] for rank in answers])
+            for at, (key, job) in enumerate(zip(wanted, jobs, strict=True))
+        }
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    return Jobs(tmp_path_factory.mktemp("roles"))
+
+
+def cases() -> list:
+    every = [(family, role, layout) for family in FAMILIES for role in ROLES for layout in LAYOUTS]
+    return [pytest.param(*case, marks=[] if case in SHORT else [pytest.mark.slow]) for case in every]
+
+
+@pytest.mark.parametrize(("family", "role", "name"), cases())
+def test_a_training_step_is_that_of_transformers(
+    jobs: Jobs, family: str, role: str, name: str, record_invariant: Callable[[str, float, float], None]
+) -> None:
+    result = jobs.of(LAYOUTS[name].world, (family, role, name) in SHORT)[family, role, name]
+    want = torch.load(jobs.reference(family, role), weights_only=False)
+    assert result.elements == {n: t.numel() for n, t in want["gradients"].items()}  # all was compared, each once
+    assert result.samples == list(range(12))
+    assert result.padding == 0.0
+    head, outputs = f"{family}, {role}, {name}:", "values" if role == "critic" else "scores"
+    record_invariant(f"{head} {outputs}, largest difference", result.outputs, GOAL)
+    record_invariant(f"{head} loss, relative", result.loss, GOAL)
+    record_invariant(f"{head} gradient norm, relative", result.grad_norm, GOAL)
+    record_invariant(f"{head} worst of all gradients, relative", result.worst_gradient, GOAL)
+    record_invariant(f"{head} worst of all weights after a step, relative", result.worst_weight, GOAL)
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_the_step_is_not_a_trivial_one(jobs: Jobs, role: str) -> None:
+    """Every branch of the loss has tokens, clipping is part of the step, and every tensor learns."""
+    want = torch.load(jobs.reference("qwen3", role), weights_only=False)
+    assert 0.1 < want.get("clipped", 0.5) < 0.9
+    assert want["grad_norm"] > 0.5
+    outputs = want["values"] if role == "critic" else want["scores"]
+    assert outputs.std() > 0.3
+    for name, gradient in want["gradients"].items():
+        assert gradient.abs().max() > 1e-4, name
