@@ -6,7 +6,7 @@ micro-batches and data-parallel ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,18 +15,22 @@ from typing import Any
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 
-from megarl.algorithms import Denominators, Objective
+from megarl.algorithms import Denominators, Objective, ObjectiveResult
 from megarl.batch import Batch, Level
-from megarl.batch.packing import Packed, pack, plan_runs
+from megarl.batch.packing import Packed, cut, pack, plan_runs
+from megarl.bridge.heads import Head
 from megarl.bridge.model_map import ModelMap, Parameter
 from megarl.config import schema
 from megarl.megatron import model as stage
-from megarl.megatron.head import TokenScores, token_scores
-from megarl.megatron.optimizer import Optimizer, data_parallel
+from megarl.megatron.emulate import Emulation, emulate_fp8
+from megarl.megatron.head import TokenScores, join, token_scores
+from megarl.megatron.offload import Memory
+from megarl.megatron.optimizer import Optimizer, OptimizerSettings, learning
 from megarl.megatron.parallel import Place, device
+from megarl.megatron.precision import PrecisionSettings
+from megarl.megatron.schedule import Schedule, micro_batch_count
 from megarl.megatron.specs import uses_transformer_engine
 
 # What a loss may read of a sample, beside the log-probs and entropies of the model in training.
@@ -43,6 +47,13 @@ class EngineSettings:
     micro_batch_tokens: int = 8192
     logits_chunk_tokens: int = 1024
     share_prompts: bool | None = None
+    stage_layers: tuple[int, ...] | None = (
+        None  # of each (virtual) pipeline stage, in the model's order; None: all alike
+    )
+    # Coefficients of the losses that keep experts in use (experts.py), of a model that learns.
+    aux_loss: float = 0.0
+    z_loss: float = 0.0
+    precision: PrecisionSettings | None = None  # None: `dtype`, no float8
 
     @classmethod
     def of(cls, config: schema.Config) -> EngineSettings:
@@ -66,30 +77,55 @@ class MegatronEngine:
         place: Place,
         settings: EngineSettings,
         *,
-        optimizer: schema.OptimizerConfig | None = None,
+        optimizer: schema.OptimizerConfig | OptimizerSettings | None = None,
         total_updates: int = 1,
+        head: Head | None = None,
     ):
-        self.map = ModelMap.from_hf(folder)
+        self.map = ModelMap.from_hf(folder, head)
         self.place = place
         self.settings = settings
-        self.share_prompts = not uses_transformer_engine() and settings.share_prompts is not False
+        # The attention that knows shared prompts is the local one, and under context parallelism a prefix is something else.
+        alone = place.context_size == 1
+        self.balances = self.map.has_experts and bool(settings.aux_loss or settings.z_loss)
+        self.share_prompts = alone and not uses_transformer_engine() and settings.share_prompts is not False
+        self.share_prompts = self.share_prompts and not self.balances  # these losses are by sequence
+        self.precision = settings.precision or PrecisionSettings(settings.dtype)
         self.config = stage.transformer_config(
-            self.map, place, dtype=settings.dtype, sequence=settings.sequence, recompute=settings.recompute
+            self.map,
+            place,
+            dtype=settings.dtype,
+            sequence=settings.sequence,
+            recompute=settings.recompute,
+            stage_layers=settings.stage_layers,
+            aux_loss=settings.aux_loss,
+            z_loss=settings.z_loss,
         )
-        self.model = stage.build(self.map, place, self.config)
-        stage.load_hf(self.model, self.map, folder, place)
+        self.chunks = stage.build(self.map, place, self.config)
+        stage.load_hf(self.chunks, self.map, folder, place)
+        self.emulations: list[Emulation] = []
+        if self.precision.emulated:
+            self.emulations = [emulate_fp8(chunk, self.precision) for chunk in self.chunks]
         self.optimizer: Optimizer | None = None
         if optimizer is not None:
-            # Sharding over a single rank would only copy everything once more.
-            sharded = optimizer.distributed and place.data_size > 1
-            self.model = data_parallel(self.config, self.model, sharded)
-            self.optimizer = Optimizer(self.model, optimizer, settings.dtype, total_updates)
+            self.chunks, self.optimizer = learning(
+                self.chunks,
+                list(self.parameters()),
+                self.map,
+                self.config,
+                optimizer,
+                dtype=settings.dtype,
+                ranks=place.data_size * place.context_size,
+                total_updates=total_updates,
+                fp8_params=self.precision.fp8_params,
+            )
             self.config.grad_scale_func = self.optimizer.inner.scale_loss
         self.config.finalize_model_grads_func = _sum_gradients
+        self.memory = Memory(self.chunks, self.optimizer)
+        self.schedule = Schedule(self.config, place)
 
     def parameters(self) -> Iterator[tuple[Parameter, torch.Tensor]]:
-        """This stage's parameters and the bridge's description of each."""
-        return stage.parameters_of(self.model, self.map)
+        """This rank's parameters and the bridge's description of each."""
+        return stage.parameters_of(self.chunks, self.map)
 
     @torch.no_grad()
     def log_probs(self, batch: Batch, *, temperature: float) -> Batch | None:
@@ -97,20 +133,10 @@ class MegatronEngine:
 
         None on ranks whose stage is not the last.
         """
-        self.model.eval()
-        plan = self._plan(batch)
-        results = self._run(batch, plan, partial(self._scores_only, temperature), forward_only=True)
-        if not self.place.last_stage:
-            return None
-        order = torch.tensor([i for part in plan for i in part], dtype=torch.long)
-        done = batch.take(order).select([])
-        for name in ("log_probs", "entropy"):
-            flat = torch.cat([r[name] for r in results]) if results else torch.zeros(0)
-            done = done.set(name, flat.cpu(), Level.RESPONSE)
-        return done.take(torch.argsort(order))
+        return self._look(batch, partial(self._scores_only, temperature), ("log_probs", "entropy"))
 
     def train(
-        self, batch: Batch, objective: Objective, denominators: Denominators, *, temperature: float
+        self, batch: Batch, objective: Callable, denominators: Denominators, *, temperature: float = 1.0
     ) -> dict[str, float]:
         """One optimizer step on this rank's shard of a mini-batch.
 
@@ -119,11 +145,14 @@ class MegatronEngine:
         """
         if self.optimizer is None:
             raise RuntimeError("this engine was built without an optimizer")
-        self.model.train()
-        self.model.zero_grad_buffer()
+        self.memory.need()
+        for chunk in self.chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
         self.optimizer.inner.zero_grad()
         loss = partial(self._loss, objective, denominators, temperature)
-        results = self._run(batch, self._plan(batch), loss, forward_only=False)
+        weigh = partial(_sequence_weights, denominators) if self.balances else None
+        results = self._run(batch, self._plan(batch), loss, forward_only=False, weigh=weigh)
         update = self.optimizer.update()
         metrics: dict[str, float] = {}
         for name, value in ((k, float(v)) for r in results for k, v in r.items()):
@@ -133,57 +162,103 @@ class MegatronEngine:
         return metrics | {"grad_norm": update.grad_norm, "lr": update.lr, "applied": float(update.applied)}
 
     def _plan(self, batch: Batch) -> list[list[int]]:
-        return plan_runs(batch, self.settings.micro_batch_tokens, share_prompts=self.share_prompts)
+        """Sample indices of each micro-batch. Where the layout asks for more micro-batches than the budget of tokens, they are
+        smaller, and the rest is empty."""
+        budget = self.settings.micro_batch_tokens
+        plan = plan_runs(batch, budget, share_prompts=self.share_prompts)
+        count = micro_batch_count(len(plan), self.place)
+        if count > len(plan):
+            finer = plan_runs(batch, budget, share_prompts=self.share_prompts, at_least=count)
+            plan = finer if len(finer) <= count else plan
+        return plan + [[]] * (count - len(plan))
+
+    def _look(self, batch: Batch, finish: Callable, names: Sequence[str]) -> Batch | None:
+        """Forward passes; what `finish` reported under these names as RESPONSE fields in the order of `batch`."""
+        self.memory.need("parameters")
+        for chunk in self.chunks:
+            chunk.eval()
+        plan = self._plan(batch)
+        results = self._run(batch, plan, finish, forward_only=True)
+        if not self.place.last_stage:
+            return None
+        order = torch.tensor([i for part in plan for i in part], dtype=torch.long)
+        done = batch.take(order).select([])
+        for name in names:
+            flat = torch.cat([r[name] for r in results]) if results else torch.zeros(0)
+            done = done.set(name, flat.cpu(), Level.RESPONSE)
+        return done.take(torch.argsort(order))
 
     def _run(
-        self, batch: Batch, plan: list[list[int]], finish: Callable, *, forward_only: bool
+        self,
+        batch: Batch,
+        plan: list[list[int]],
+        finish: Callable,
+        *,
+        forward_only: bool,
+        weigh: Callable[[Batch], torch.Tensor] | None = None,
     ) -> list[dict[str, Any]]:
-        """Drive Megatron's schedule; every layout goes through here. Answers what `finish` made of each micro-batch."""
+        """Forward (and backward) passes over a plan; every layout goes through here. Answers what `finish` made of each
+        micro-batch. `weigh`: how much each sample counts in the losses that keep experts in use."""
         if not plan:
             # This rank has no samples, but its gradients take part in the sum over ranks.
             if not forward_only:
-                _sum_gradients([self.model])
+                _sum_gradients(self.chunks)
             return []
-        multiple = self.place.tensor_size if self.settings.sequence else 1
-        parts = (batch.take(torch.tensor(indices, dtype=torch.long)) for indices in plan)
-        packed = ((part, pack(part, share_prompts=self.share_prompts, multiple=multiple)) for part in parts)
+        parts = [batch.take(torch.tensor(indices, dtype=torch.long)) for indices in plan]
+        packed = [(part, self._pack(part)) for part in parts]
 
-        def forward(iterator, model):
+        def forward(iterator, chunk):
             micro, row = next(iterator)
-            params = stage.packed_params(row, self.config.params_dtype)
+            params = stage.packed_params(row, self.config.params_dtype, weigh(micro) if weigh else None)
             tokens, positions = row.tokens.to(device())[None], row.positions.to(device())[None]
-            hidden = model(tokens, positions, None, packed_seq_params=params)
+            hidden = chunk(tokens, positions, None, packed_seq_params=params)
             return hidden, partial(self._finish, finish, micro, row)
 
-        return get_forward_backward_func()(
-            forward_step_func=forward,
-            data_iterator=packed,
-            model=self.model,
-            num_microbatches=len(plan),
-            seq_length=self.settings.micro_batch_tokens,
-            micro_batch_size=1,
-            forward_only=forward_only,
-        )
+        shares = self.place.tensor_size if self.settings.sequence else 1
+        lengths = [len(row.tokens) // shares for _, row in packed]
+        return self.schedule(self.chunks, packed, lengths, forward, forward_only=forward_only)
+
+    def _pack(self, micro: Batch) -> Packed:
+        """The row of tokens of a micro-batch, or this rank's piece of it."""
+        multiple = self.precision.token_multiple * (self.place.tensor_size if self.settings.sequence else 1)
+        ranks = self.place.context_size
+        row = pack(micro, share_prompts=self.share_prompts, multiple=multiple, context=ranks)
+        return row if ranks == 1 else cut(row, self.place.context, ranks)
 
     def _finish(self, finish: Callable, micro: Batch, row: Packed, hidden: torch.Tensor):
         loss, report = finish(micro, row, hidden)
         return loss, torch.zeros((), dtype=torch.int), report
 
-    def _scores(self, row: Packed, hidden: torch.Tensor, temperature: float) -> TokenScores:
+    def _states(self, row: Packed, hidden: torch.Tensor, *, shared_out: bool) -> torch.Tensor:
+        """(R, H) states that predict the response tokens, of those predicted on this rank.
+
+        `shared_out`: what comes after is shared out over the tensor-parallel ranks, so that each one's gradient is a part of the
+        whole; else each does all of it.
+        """
         if self.settings.sequence:
-            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
-        else:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=shared_out)
+        elif shared_out:
             hidden = copy_to_tensor_model_parallel_region(hidden)
-        rows = hidden[:, 0].index_select(0, row.predicts.to(hidden.device))
-        return token_scores(
-            rows,
-            stage.unwrap(self.model).output_weight(),
+        return hidden[:, 0].index_select(0, row.predicts.to(hidden.device))
+
+    def _scores(self, row: Packed, hidden: torch.Tensor, temperature: float) -> TokenScores:
+        scores = token_scores(
+            self._states(row, hidden, shared_out=True),
+            stage.unwrap(self.chunks[-1]).output_weight(),
             row.targets.to(hidden.device),
             vocabulary=self.map.dims.vocab,
             temperature=temperature,
             chunk=self.settings.logits_chunk_tokens,
             group=mpu.get_tensor_model_parallel_group(),
         )
+        return TokenScores(*self._whole(row, torch.stack(scores)))
+
+    def _whole(self, row: Packed, values: torch.Tensor) -> torch.Tensor:
+        """(N, R here) values of the response tokens predicted on this rank -> (N, R) of all of the micro-batch: what comes
+        after sees whole sequences."""
+        if row.piece is None:
+            return values
+        return join(values, row.piece.slots.to(values.device), row.piece.responses, mpu.get_context_parallel_group())
 
     def _scores_only(self, temperature: float, micro: Batch, row: Packed, hidden: torch.Tensor):
         scores = self._scores(row, hidden, temperature)
@@ -199,20 +274,35 @@ class MegatronEngine:
         hidden: torch.Tensor,
     ):
         scores = self._scores(row, hidden, temperature)
+        if not len(micro):
+            return scores.log_probs.sum(), {}  # an empty micro-batch: nothing, but a backward pass like any other
         data = {name: micro.padded(name).to(hidden.device) for name in LOSS_FIELDS if name in micro}
         flat = micro.response_mask.to(hidden.device)
-        result = objective(_pad(scores.log_probs, flat), _pad(scores.entropy, flat), data, denominators)
-        report = {f"sum/{k}": v.detach().clone() for k, v in result.sums.items()}
-        report |= {f"max/{k}": v.detach().clone() for k, v in result.maxima.items()}
-        report["sum/loss"] = result.loss.detach().clone()
-        return result.loss, report
+        result = objective(on_rectangle(scores.log_probs, flat), on_rectangle(scores.entropy, flat), data, denominators)
+        return result.loss, report_of(result)
 
 
-def _pad(flat: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """(R,) values of the real positions -> (B, T), zero elsewhere; differentiable."""
-    return torch.zeros(mask.shape, dtype=flat.dtype, device=flat.device).masked_scatter(mask, flat)
+def report_of(result: ObjectiveResult) -> dict[str, torch.Tensor]:
+    """`sum/NAME` and `max/NAME` of a micro-batch."""
+    report = {f"sum/{k}": v.detach().clone() for k, v in result.sums.items()}
+    report |= {f"max/{k}": v.detach().clone() for k, v in result.maxima.items()}
+    return report | {"sum/loss": result.loss.detach().clone()}
+
+
+def on_rectangle(flat: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """(R, ...) values of the real positions -> (B, T, ...), zero elsewhere; differentiable."""
+    rest = flat.shape[1:]
+    whole = torch.zeros((*mask.shape, *rest), dtype=flat.dtype, device=flat.device)
+    return whole.masked_scatter(mask.view(*mask.shape, *(1 for _ in rest)).expand_as(whole), flat)
 
 
 def _sum_gradients(models: list, num_tokens=None, **kwargs) -> None:
     """Megatron's gradient reductions without its division: the loss was already divided by global denominators."""
     finalize_model_grads(models, None, **kwargs)
+
+
+def _sequence_weights(denominators: Denominators, micro: Batch) -> torch.Tensor:
+    """(samples,) what each sequence counts in a mean over the mini-batch's sequences that have a loss."""
+    if not len(micro):
+        return torch.zeros(0)
+    return micro.padded("loss_mask").bool().any(dim=1).float() / (denominators.sequences or 1.0)

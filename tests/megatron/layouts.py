@@ -19,6 +19,7 @@ from megarl.batch import Batch, Level, Sample
 from megarl.batch.packing import prompt_runs
 from megarl.batch.plan import balance
 from megarl.config import schema
+from tests.bridge.cases import one_by_one
 
 OBJECTIVE = Objective(clip_low=0.2, clip_high=0.28, clip_dual=3.0, entropy_coefficient=0.01)
 # A large eps: the first step of AdamW is else the sign of the gradient, which rounding turns where the gradient is nearly 0.
@@ -30,17 +31,23 @@ class Layout:
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
+    context: int = 1
+    virtual: int = 1
+    stage_layers: tuple[int, ...] | None = None
+    expert: int = 1
+    expert_tensor: int | None = None
     sequence: bool = False
     micro_batch_tokens: int = 8192
     share_prompts: bool = True
     recompute: str = "none"
     distributed: bool = True
     chunk: int = 1024
+    lopsided: bool = False  # every sample on the first data-parallel rank
     shuffled: bool = False  # samples in another order, so that hardly any two of a prompt lie next to each other
 
     @property
     def world(self) -> int:
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.pipeline * self.data * self.context
 
 
 @dataclass(frozen=True)
@@ -109,7 +116,9 @@ def transformers_reference(folder: Path, file: Path) -> None:
     """The same training step by transformers and torch.optim, on whole sequences one by one: log-probs, gradients, new weights."""
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    )
     model.get_input_embeddings().padding_idx = (
         None  # transformers gives the padding token no gradient, though it is read here
     )
@@ -138,7 +147,7 @@ def transformers_reference(folder: Path, file: Path) -> None:
     result = OBJECTIVE(padded(flat_log_probs), padded(flat_entropy), data, denominators(data["loss_mask"]))
     result.loss.backward()
     parameters = dict(model.named_parameters())
-    gradients = {name: p.grad.clone() for name, p in parameters.items()}
+    gradients = one_by_one({name: p.grad.clone() for name, p in parameters.items()}, model.config.model_type)
     norm = torch.nn.utils.clip_grad_norm_(parameters.values(), OPTIMIZER.clip_grad)
     groups = [
         {"params": [p for p in parameters.values() if p.dim() > 1], "weight_decay": OPTIMIZER.weight_decay},
@@ -154,7 +163,7 @@ def transformers_reference(folder: Path, file: Path) -> None:
             "clipped": float(result.sums["clip_fraction"]),
             "grad_norm": float(norm),
             "gradients": gradients,
-            "weights": {name: p.detach().clone() for name, p in parameters.items()},
+            "weights": one_by_one({n: t.clone() for n, t in model.state_dict().items()}, model.config.model_type),
         },
         file,
     )
@@ -172,10 +181,27 @@ def _one(rank: int, world: int, job: Job) -> dict[str, Any]:
 
     layout, want = job.layout, torch.load(job.reference, weights_only=False)
     place = parallel.start(
-        rank, world, "127.0.0.1", job.port, tensor=layout.tensor, pipeline=layout.pipeline, seed=1, timeout=120
+        rank,
+        world,
+        "127.0.0.1",
+        job.port,
+        tensor=layout.tensor,
+        pipeline=layout.pipeline,
+        context=layout.context,
+        virtual=layout.virtual,
+        expert=layout.expert,
+        expert_tensor=layout.expert_tensor,
+        seed=1,
+        timeout=120,
     )
     settings = EngineSettings(
-        job.dtype, layout.sequence, layout.recompute, layout.micro_batch_tokens, layout.chunk, layout.share_prompts
+        job.dtype,
+        layout.sequence,
+        layout.recompute,
+        layout.micro_batch_tokens,
+        layout.chunk,
+        layout.share_prompts,
+        layout.stage_layers,
     )
     optimizer = schema.OptimizerConfig(**vars(OPTIMIZER) | {"distributed": layout.distributed})
     engine = MegatronEngine(Path(job.folder), place, settings, optimizer=optimizer, total_updates=10)
@@ -185,7 +211,7 @@ def _one(rank: int, world: int, job: Job) -> dict[str, Any]:
     report: dict[str, Any] = {"place": place, "samples": mine.tolist(), "padding": 0.0}
 
     scores = engine.log_probs(shard, temperature=1.0)
-    if scores is not None:
+    if scores is not None and len(mine):
         rows = torch.arange(int(batch.response_lengths.sum())).split(batch.response_lengths.tolist())
         picked = torch.cat([rows[i] for i in mine.tolist()])
         report["log_probs"] = float((scores["log_probs"] - want["log_probs"][picked]).abs().max())
@@ -194,8 +220,9 @@ def _one(rank: int, world: int, job: Job) -> dict[str, Any]:
     apply = engine.optimizer.update
 
     def compare_then_apply() -> Any:
-        _gather_gradients(engine.model, place)
-        report["gradients"] = _compare(engine, place, want["gradients"], lambda p: p.main_grad, report)
+        for chunk in engine.chunks:
+            _gather_gradients(chunk, place)
+        report["gradients"] = _compare(engine, place, want["gradients"], _gradient, report)
         return apply()
 
     engine.optimizer.update = compare_then_apply
@@ -208,6 +235,8 @@ def _one(rank: int, world: int, job: Job) -> dict[str, Any]:
 
 def _share(batch: Batch, layout: Layout, place: Any) -> torch.Tensor:
     """Indices of this data-parallel rank's samples, runs of one prompt unbroken."""
+    if layout.lopsided:
+        return torch.arange(len(batch) if place.data == 0 else 0)
     order = torch.arange(len(batch))
     if layout.shuffled:
         order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(3))
@@ -217,17 +246,25 @@ def _share(batch: Batch, layout: Layout, place: Any) -> torch.Tensor:
     return order[torch.tensor([i for r in part for i in runs[r]], dtype=torch.long)]
 
 
+def _gradient(parameter: Any) -> torch.Tensor:
+    return parameter.main_grad
+
+
 def _gather_gradients(model: Any, place: Any) -> None:
     """With the distributed optimizer each data-parallel rank has summed only its part of the buffer: put all parts everywhere."""
     from megatron.core import parallel_state as mpu
 
-    if not model.ddp_config.use_distributed_optimizer or place.data_size == 1:
+    if not model.ddp_config.use_distributed_optimizer:
         return
-    for group in model.bucket_groups:
-        for bucket in group.buckets:
-            own = bucket.grad_data.view(place.data_size, -1)[place.data].clone()
-            parts = [torch.empty_like(own) for _ in range(place.data_size)]
-            torch.distributed.all_gather(parts, own, group=mpu.get_data_parallel_group())
+    for groups, peers in (
+        (model.bucket_groups, mpu.get_data_parallel_group(with_context_parallel=True)),
+        (model.expert_parallel_bucket_groups, mpu.get_expert_data_parallel_group()),
+    ):
+        sharers = torch.distributed.get_world_size(peers)
+        for bucket in (bucket for group in groups for bucket in group.buckets if sharers > 1):
+            own = bucket.grad_data.view(sharers, -1)[torch.distributed.get_rank(peers)].clone()
+            parts = [torch.empty_like(own) for _ in range(sharers)]
+            torch.distributed.all_gather(parts, own, group=peers)
             bucket.grad_data.copy_(torch.cat(parts))
 
 
@@ -238,14 +275,19 @@ def _compare(
     found: dict[str, list] = defaultdict(lambda: [0.0, 0])
     largest = max(float(tensor.abs().max()) for tensor in want.values())
     for parameter, tensor in engine.parameters():
+        if of is _gradient and not isinstance(tensor, torch.nn.Parameter):
+            continue
         values = of(tensor).float()
         rest = torch.ones(values.shape, dtype=torch.bool)
         for copy in parameter.copies(place):
             # A key's bias shifts all of a query's scores alike, so its gradient is 0 but for rounding: a scale that is not.
             floor = 1e-2 * largest if copy.hf_name.endswith("k_proj.bias") else 0.0
             scale = max(float(want[copy.hf_name].abs().max()), floor)
-            distance = float((values[copy.local] - want[copy.hf_name][copy.hf]).abs().max()) / scale
-            answers = parameter.exported and place.data == 0 and (place.tensor == 0 or not parameter.replicated)
+            distance = float((values[copy.local] - want[copy.hf_name][copy.hf]).abs().max())
+            # Of an expert that no token chose every element is exactly 0.
+            distance = distance / scale if scale else math.inf * distance if distance else 0.0
+            replica = parameter.replica(place)
+            answers = parameter.exported and replica is not None and replica[0] == 0
             entry = found[copy.hf_name]
             entry[0] = max(entry[0], distance) if math.isfinite(distance) else math.inf
             entry[1] += values[copy.local].numel() if answers else 0
@@ -263,7 +305,7 @@ def outcome(job: Job, ranks: list[dict[str, Any]]) -> Outcome:
     for report in ranks:
         place = report["place"]
         if place.primary:
-            loss += report["metrics"]["sum/loss"]
+            loss += report["metrics"].get("sum/loss", 0.0)
             result.samples += report["samples"]
         result.log_probs = max(result.log_probs, report.get("log_probs", 0.0))
         result.entropy = max(result.entropy, report.get("entropy", 0.0))
