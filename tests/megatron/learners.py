@@ -26,8 +26,8 @@ def learner(folder: str, place: Any, *, recompute: str = "none", dtype: str = "f
     )
 
 
-def train(engine: Any, seed: int = 2) -> dict[str, float]:
-    batch = random_batch(engine.map.dims.vocab)
+def train(engine: Any, seed: int = 2, *, groups: int = 4) -> dict[str, float]:
+    batch = random_batch(engine.map.dims.vocab, groups=groups)
     size = int(batch.response_lengths.sum())
     g = torch.Generator().manual_seed(seed)
     batch = batch.set("advantages", torch.randn(size, generator=g), Level.RESPONSE)

@@ -9,15 +9,31 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.config import schema
 from megarl.models.tiny import make_tiny
 from tests.distributed import run_ranks
 
 UPDATES = 8
-SCHEDULES = {
-    "constant": [0.25, 0.5, 0.75, 1, 1, 1, 1, 1],
-    "linear": [0.25, 0.5, 0.75, 1, 0.82, 0.64, 0.46, 0.28],
-    "cosine": [0.25, 0.5, 0.75] + [0.1 + 0.9 * (1 + math.cos(math.pi * k / 5)) / 2 for k in range(5)],
+WARM_UP = [0.25, 0.5, 0.75]
+WSD = {  # the last four updates: 0, 1/4, 1/2, 3/4 of the way down
+    "linear": [1, 0.75, 0.5, 0.25],
+    "cosine": [1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2],
+    "exponential": [1, 2 * 0.5**0.25 - 1, 2 * 0.5**0.5 - 1, 2 * 0.5**0.75 - 1],
+    "minus_sqrt": [1, 0.5, 1 - math.sqrt(0.5), 1 - math.sqrt(0.75)],
+}
+SCHEDULES: dict[str, tuple[dict[str, Any], list[float]]] = {
+    "constant": ({"schedule": "constant"}, [*WARM_UP, 1, 1, 1, 1, 1]),
+    "linear": ({"schedule": "linear"}, [*WARM_UP, 1, 0.82, 0.64, 0.46, 0.28]),
+    "cosine": (
+        {"schedule": "cosine"},
+        WARM_UP + [0.1 + 0.9 * (1 + math.cos(math.pi * k / 5)) / 2 for k in range(5)],
+    ),
+    **{
+        f"wsd, {fall}": (
+            {"schedule": "wsd", "wsd_decay_steps": 4, "wsd_decay": fall},
+            [*WARM_UP, 1, *(0.1 + 0.9 * share for share in shares)],
+        )
+        for fall, shares in WSD.items()
+    },
 }
 
 
@@ -25,6 +41,7 @@ def _scenarios(rank: int, world: int, port: int, folder: str) -> dict[str, Any]:
     """Everything in one process: starting Megatron takes longer than all of it."""
     from megarl.megatron import parallel
     from megarl.megatron.engine import EngineSettings, MegatronEngine
+    from megarl.megatron.optimizer import OptimizerSettings
 
     torch.set_num_threads(1)
     place = parallel.start(rank, world, "127.0.0.1", port, tensor=1, pipeline=1, seed=1, timeout=60)
@@ -34,22 +51,26 @@ def _scenarios(rank: int, world: int, port: int, folder: str) -> dict[str, Any]:
             Path(folder),
             place,
             EngineSettings(dtype),
-            optimizer=schema.OptimizerConfig(**settings),
+            optimizer=OptimizerSettings(**settings),
             total_updates=UPDATES,
         )
 
     def weights(built: Any) -> dict[str, torch.Tensor]:
         return {p.name: t.detach().float().clone() for p, t in built.parameters()}
 
+    def zero(built: Any) -> None:
+        for chunk in built.chunks:
+            chunk.zero_grad_buffer()
+
     def update(built: Any, gradient: float) -> Any:
-        built.model.zero_grad_buffer()
+        zero(built)
         for _, tensor in built.parameters():
             tensor.main_grad.fill_(gradient)
         return built.optimizer.update()
 
     found: dict[str, Any] = {}
-    for schedule in SCHEDULES:
-        built = engine(lr=1e-3, min_lr=1e-4, schedule=schedule, warmup_steps=3)
+    for schedule, (settings, _) in SCHEDULES.items():
+        built = engine(lr=1e-3, min_lr=1e-4, warmup_steps=3, **settings)
         found[schedule] = [update(built, 0.1).lr for _ in range(UPDATES)]
 
     for distributed in (True, False):
@@ -68,7 +89,7 @@ def _scenarios(rank: int, world: int, port: int, folder: str) -> dict[str, Any]:
         built = engine(lr=1e-2, weight_decay=0.5)
         update(built, 0.1)
         before = weights(built)
-        built.model.zero_grad_buffer()
+        zero(built)
         for index, (_, tensor) in enumerate(built.parameters()):
             tensor.main_grad.fill_(0.1)
             if index == 3:
@@ -97,7 +118,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_learning_rate_of_every_update(found: dict, schedule: str) -> None:
-    assert found[schedule] == pytest.approx([1e-3 * share for share in SCHEDULES[schedule]], rel=1e-6)
+    assert found[schedule] == pytest.approx([1e-3 * share for share in SCHEDULES[schedule][1]], rel=1e-6)
 
 
 @pytest.mark.parametrize("distributed", [True, False])
