@@ -18,6 +18,8 @@ from megarl.errors import ConfigError, RunError, UserError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and answers its exit code. A wrong command line ends in argparse's own SystemExit(2)."""
+    # Read by torch when it first allocates: large tensors get huge pages, of which the kernel has 512 times fewer to clear.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     args = _parser().parse_args(argv)
     return guarded(args.what, lambda: args.command(args))
 

@@ -61,4 +61,5 @@ def process_env(threads: int) -> dict[str, str]:
         "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
         "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
         "MALLOC_TOP_PAD_": str(64 << 20),
+        "THP_MEM_ALLOC_ENABLE": "1",  # torch's own switch: huge pages for large tensors
     }
