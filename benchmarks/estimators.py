@@ -1,6 +1,6 @@
 """Advantages and policy losses beside verl's core_algos, torchrl's GAE and the memory floor, in one process, in alternation.
 
-    python -m benchmarks.estimators [--quick] [--no-peers] [--only REGEX] [--json FILE]
+    python -m benchmarks.estimators [--quick] [--busy] [--no-peers] [--only REGEX] [--json FILE]
 
 The peers are installed once, without their dependencies, into a folder of the cache, which is added to the path of the process
 that measures: the same interpreter, torch, allocator and threads for all. Each result is compared with the peer's before
@@ -282,6 +282,7 @@ def loss_case(name: str, data: Data) -> Case:
 # --- measuring, in a process that has the peers on its path ---------------------------------------------------------------------
 
 PEERS = True
+TIMER = time.perf_counter
 
 
 def check(case: Case) -> None:
@@ -328,9 +329,9 @@ def race(case: Case) -> Race:
 
 
 def clock(run: Run) -> float:
-    begin = time.perf_counter()
+    begin = TIMER()
     result = run()
-    end = time.perf_counter()
+    end = TIMER()
     del result
     return end - begin
 
@@ -437,9 +438,11 @@ KINDS = {
 }
 
 
-def work(kind: str, size: Size, only: str, peers: str, threads: int) -> list[Row]:
+def work(kind: str, size: Size, only: str, peers: str, threads: int, busy: bool = False) -> list[Row]:
     """All rows of one kind."""
-    global PEERS
+    global PEERS, TIMER
+    if busy:
+        threads, TIMER = 1, time.thread_time
     warnings.simplefilter("ignore")
     PEERS = bool(peers)
     if peers:
@@ -502,7 +505,7 @@ def run_worker(kind: str, args: argparse.Namespace, peers: str) -> list[Row]:
     inherited = {name: value for name, value in os.environ.items() if name not in unset and "MALLOC" not in name}
     env = inherited | KINDS[kind].env(os.cpu_count() or 1)
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.estimators", "--worker", kind, "--peers", peers]
-    command += ["--only", args.only, *(["--quick"] if args.quick else [])]
+    command += ["--only", args.only, *(["--quick"] if args.quick else []), *(["--busy"] if args.busy else [])]
     done = subprocess.run(command, env=env, cwd=ROOT, check=False, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise SystemExit(done.returncode)  # it has said why
@@ -512,6 +515,9 @@ def run_worker(kind: str, args: argparse.Namespace, peers: str) -> list[Row]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small sizes: that it runs, not how fast")
+    parser.add_argument(
+        "--busy", action="store_true", help="processor time of one thread, for a machine with other work"
+    )
     parser.add_argument("--no-peers", action="store_true", help="only ours and the floor: nothing is installed")
     parser.add_argument("--only", default="", help="cases whose name this regular expression finds")
     parser.add_argument("--json", type=Path)
@@ -519,7 +525,8 @@ def main() -> int:
     parser.add_argument("--peers", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker is not None:
-        rows = work(args.worker, QUICK if args.quick else FULL, args.only, args.peers, os.cpu_count() or 1)
+        size = QUICK if args.quick else FULL
+        rows = work(args.worker, size, args.only, args.peers, os.cpu_count() or 1, args.busy)
         print(json.dumps(rows))
         return 0
     try:
