@@ -1,0 +1,159 @@
+"""What a router does on a real rank, compared with transformers there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.algorithms import Objective, denominators
+from megarl.batch import Level
+from tests.bridge.cases import one_by_one
+from tests.megatron.layouts import OPTIMIZER, Job, _compare, _gather_gradients, _gradient, _share, random_batch
+
+
+def choices(rank: int, world: int, port: int, folders: list[str], meetings: list[int]) -> list[dict[str, Any]]:
+    """Of each model: how many tokens go to other experts than in transformers; and the dtype of a bfloat16 model's bias."""
+    torch.set_num_threads(1)
+    return [_choices(rank, world, *job) for job in zip(folders, meetings, strict=True)]
+
+
+def _choices(rank: int, world: int, folder: str, meeting: int) -> dict[str, Any]:
+    import transformers
+
+    from megarl.megatron import parallel
+    from megarl.megatron.engine import EngineSettings, MegatronEngine
+    from megarl.megatron.model import unwrap
+
+    place = parallel.start(rank, world, "127.0.0.1", meeting, tensor=1, pipeline=1, seed=1)
+    engine = MegatronEngine(Path(folder), place, EngineSettings("float32", share_prompts=False))
+    routers = [m for m in unwrap(engine.chunks[0]).modules() if type(m).__name__ == "BalancingRouter"]
+    ours: dict[int, torch.Tensor] = {}
+    for number, router in enumerate(routers):
+        router.register_forward_hook(lambda _, __, out, n=number: ours.__setitem__(n, out[0]))
+    batch = random_batch(engine.map.dims.vocab)
+    engine.log_probs(batch, temperature=1.0)
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    )
+    theirs: dict[int, list[torch.Tensor]] = {n: [] for n in range(len(routers))}
+    gates = [m for name, m in model.named_modules() if name.endswith(".gate")]
+    for number, gate in enumerate(gates):
+        gate.register_forward_hook(lambda _, __, out, n=number: theirs[n].append(_dense(out, engine.map.dims.experts)))
+    rows = batch["tokens"].split(batch.total_lengths.tolist())
+    with torch.no_grad():
+        for row in (rows[i] for part in engine._plan(batch) for i in part):
+            model(row[None, : max(len(row) - 1, 1)])
+    pairs = [(ours[n], torch.cat(theirs[n])) for n in range(len(routers))]
+    report = {
+        "layers": len(pairs),
+        "tokens": len(pairs[0][0]),
+        "differing choices": sum(int(((a > 0) != (b > 0)).any(dim=1).sum()) for a, b in pairs),
+        "weights": max(float((a - b).abs().max()) for a, b in pairs),
+    }
+
+    half = MegatronEngine(Path(folder), place, EngineSettings("bfloat16"))
+    biases = [(p, t) for p, t in half.parameters() if p.float32]
+    whole = {p.name: t for p, t in engine.parameters()}
+    report["bias dtype"] = str(biases[0][1].dtype) if biases else "none"
+    report["bias lost"] = max((float((t - whole[p.name]).abs().max()) for p, t in biases), default=0.0)
+    parallel.stop()
+    return report
+
+
+def _dense(out: tuple[torch.Tensor, ...], experts: int) -> torch.Tensor:
+    """(T, E) weights of the chosen experts, 0 elsewhere."""
+    _, weights, chosen = out
+    return torch.zeros(len(chosen), experts).scatter_(1, chosen, weights.float())
+
+
+AUX, Z = 0.3, 0.2
+SILENT = Objective(
+    clip_low=0.2, clip_high=0.2, clip_dual=3.0, entropy_coefficient=0.0
+)  # with advantages of 0: no gradient
+
+
+def balancing_reference(folder: Path, file: Path) -> None:
+    """The balancing losses alone by transformers, sequence by sequence as their definition is written, and every gradient."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    )
+    model.get_input_embeddings().padding_idx = None
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for name, module in model.named_modules():
+        if name.endswith(".gate"):
+            module.register_forward_hook(lambda _, __, out: seen.append((out[0], out[2])))
+    batch = random_batch(model.config.vocab_size)
+    has_loss = [bool(row.any()) for row in batch.padded("loss_mask")]
+    total = torch.zeros(())
+    for row, counts in zip(batch["tokens"].split(batch.total_lengths.tolist()), has_loss, strict=True):
+        seen.clear()
+        model(row[None, : max(len(row) - 1, 1)])
+        for logits, chosen in seen:
+            tokens, experts = logits.shape
+            p = torch.softmax(logits, dim=-1)
+            if model.config.model_type == "deepseek_v3":
+                p = torch.sigmoid(logits) / torch.sigmoid(logits).sum(dim=-1, keepdim=True)
+            f = torch.bincount(chosen.flatten(), minlength=experts) * experts / (chosen.shape[1] * tokens)
+            loss = AUX * (f * p.mean(dim=0)).sum() + Z * torch.logsumexp(logits, dim=-1).square().mean()
+            total = total + loss * counts / sum(has_loss)
+    total.backward()
+    parameters = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+    batch = batch.set("advantages", torch.zeros(int(batch.response_lengths.sum())), Level.RESPONSE)
+    batch = batch.set("old_log_probs", torch.zeros(int(batch.response_lengths.sum())), Level.RESPONSE)
+    torch.save({"batch": batch, "gradients": one_by_one(parameters, model.config.model_type)}, file)
+
+
+def balancing(rank: int, world: int, port: int, jobs: list[Job]) -> list[dict[str, list]]:
+    """Every gradient of the balancing losses on this rank, job by job: name -> [distance from the reference, elements]."""
+    torch.set_num_threads(1)
+    return [_balancing(rank, world, job) for job in jobs]
+
+
+def _balancing(rank: int, world: int, job: Job) -> dict[str, list]:
+    from megarl.megatron import parallel
+    from megarl.megatron.engine import EngineSettings, MegatronEngine
+
+    layout, want = job.layout, torch.load(job.reference, weights_only=False)
+    place = parallel.start(
+        rank,
+        world,
+        "127.0.0.1",
+        job.port,
+        tensor=layout.tensor,
+        pipeline=layout.pipeline,
+        context=layout.context,
+        expert=layout.expert,
+        expert_tensor=layout.expert_tensor,
+        seed=1,
+        timeout=120,
+    )
+    settings = EngineSettings(
+        job.dtype,
+        layout.sequence,
+        layout.recompute,
+        layout.micro_batch_tokens,
+        aux_loss=AUX,
+        z_loss=Z,
+    )
+    engine = MegatronEngine(Path(job.folder), place, settings, optimizer=OPTIMIZER, total_updates=10)
+    found: dict[str, list] = {}
+    apply = engine.optimizer.update
+
+    def compare_then_apply() -> Any:
+        for chunk in engine.chunks:
+            _gather_gradients(chunk, place)
+        found.update(_compare(engine, place, want["gradients"], _gradient, {"padding": 0.0}))
+        return apply()
+
+    engine.optimizer.update = compare_then_apply
+    batch = want["batch"]
+    engine.train(
+        batch.take(_share(batch, layout, place)), SILENT, denominators(batch.padded("loss_mask")), temperature=1.0
+    )
+    parallel.stop()
+    return found
