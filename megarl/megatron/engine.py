@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
@@ -30,11 +31,8 @@ from megarl.megatron.offload import Memory
 from megarl.megatron.optimizer import Optimizer, OptimizerSettings, learning
 from megarl.megatron.parallel import Place, device
 from megarl.megatron.precision import PrecisionSettings
-from megarl.megatron.schedule import Schedule, micro_batch_count
+from megarl.megatron.schedule import Schedule, micro_batch_count, most
 from megarl.megatron.specs import uses_transformer_engine
-
-# What a loss may read of a sample, beside the log-probs and entropies of the model in training.
-LOSS_FIELDS = ("old_log_probs", "advantages", "loss_mask", "ref_log_probs")
 
 
 @dataclass(frozen=True)
@@ -137,11 +135,12 @@ class MegatronEngine:
 
     def train(
         self, batch: Batch, objective: Callable, denominators: Denominators, *, temperature: float = 1.0
-    ) -> dict[str, float]:
+    ) -> dict[str, Any]:
         """One optimizer step on this rank's shard of a mini-batch.
 
         `batch` needs the RESPONSE fields that the objective reads. Returns `sum/NAME` (to be added over data-parallel ranks) and
-        `max/NAME` (to be maximised) of the last stage, and of every rank `grad_norm`, `lr`, `applied`.
+        `max/NAME` (to be maximised) of the last stage, and of every rank `grad_norm`, `lr`, `applied` (0: the gradient was not
+        finite and nothing was changed), `offending`: the indices in `batch` of samples whose own gradient is not finite then.
         """
         if self.optimizer is None:
             raise RuntimeError("this engine was built without an optimizer")
@@ -159,7 +158,33 @@ class MegatronEngine:
             metrics[name] = (
                 max(metrics.get(name, value), value) if name.startswith("max/") else metrics.get(name, 0) + value
             )
-        return metrics | {"grad_norm": update.grad_norm, "lr": update.lr, "applied": float(update.applied)}
+        offending = [] if update.applied else self._offending(batch, loss, weigh)
+        update_metrics = {"grad_norm": update.grad_norm, "lr": update.lr, "applied": float(update.applied)}
+        return metrics | update_metrics | {"offending": offending}
+
+    def _offending(self, batch: Batch, loss: Callable, weigh: Callable | None) -> list[int]:
+        """Samples whose gradient alone is not finite: first the micro-batches in question, then their samples one by one."""
+        with_samples = [part for part in self._plan(batch) if part]
+        suspects = [i for part in self._spoilt(batch, with_samples, loss, weigh) for i in part]
+        return sorted(i for (i,) in self._spoilt(batch, [[i] for i in suspects], loss, weigh))
+
+    def _spoilt(self, batch: Batch, parts: list[list[int]], loss: Callable, weigh: Callable | None) -> list[list[int]]:
+        """Those of the parts whose gradients on this rank are not finite, each run on its own; gradients are lost."""
+        spoilt = []
+        summing, self.config.finalize_model_grads_func = self.config.finalize_model_grads_func, _leave_gradients
+        for part in parts + [[]] * (most(len(parts), self.place) - len(parts)):
+            for chunk in self.chunks:
+                chunk.zero_grad_buffer()
+            plan = [part] + [[]] * (micro_batch_count(1, self.place) - 1)
+            self._run(batch, plan, loss, forward_only=False, weigh=weigh)
+            # Experts are left out: theirs are gradients of other ranks' samples, too.
+            buffers = (buffer.grad_data for chunk in self.chunks for buffer in chunk.buffers)
+            bad = torch.tensor(float(not all(bool(b.isfinite().all()) for b in buffers)), device=device())
+            for group in (mpu.get_model_parallel_group(), mpu.get_context_parallel_group()):
+                dist.all_reduce(bad, dist.ReduceOp.MAX, group=group)
+            spoilt += [part] * int(bad)
+        self.config.finalize_model_grads_func = summing
+        return [part for part in spoilt if part]
 
     def _plan(self, batch: Batch) -> list[list[int]]:
         """Sample indices of each micro-batch. Where the layout asks for more micro-batches than the budget of tokens, they are
@@ -276,7 +301,8 @@ class MegatronEngine:
         scores = self._scores(row, hidden, temperature)
         if not len(micro):
             return scores.log_probs.sum(), {}  # an empty micro-batch: nothing, but a backward pass like any other
-        data = {name: micro.padded(name).to(hidden.device) for name in LOSS_FIELDS if name in micro}
+        fields = [name for name in micro.names if micro.level(name) is Level.RESPONSE]
+        data = {name: micro.padded(name).to(hidden.device) for name in fields}
         flat = micro.response_mask.to(hidden.device)
         result = objective(on_rectangle(scores.log_probs, flat), on_rectangle(scores.entropy, flat), data, denominators)
         return result.loss, report_of(result)
@@ -306,3 +332,7 @@ def _sequence_weights(denominators: Denominators, micro: Batch) -> torch.Tensor:
     if not len(micro):
         return torch.zeros(0)
     return micro.padded("loss_mask").bool().any(dim=1).float() / (denominators.sequences or 1.0)
+
+
+def _leave_gradients(models: list, num_tokens=None, **kwargs) -> None:
+    """In place of Megatron's reductions, to see what the samples of this rank alone have done."""

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 _CACHE_ELEMENTS = 1 << 20  # 4 MiB of float32
+_WEIGHT_ROWS = 8192  # of the output layer, whose gradient is added up block by block
 
 
 class TokenScores(NamedTuple):
@@ -76,7 +77,8 @@ class _Head(torch.autograd.Function):
                 grad.scatter_add_(1, own[part, None], g[part] * here[part, None])
                 raw[part, : split.real] = grad.div_(temperature)
             grad_hidden[rows] = raw @ weight
-            grad_weight += raw.t() @ hidden[rows]
+            for part in _slices(len(weight), _WEIGHT_ROWS):  # of all rows at once it would be a second (V, H) tensor
+                grad_weight[part] += raw[:, part].t() @ hidden[rows]
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
 
 

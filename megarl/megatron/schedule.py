@@ -17,17 +17,22 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megarl.megatron.parallel import Place, device
 
 
-def micro_batch_count(own: int, place: Place) -> int:
-    """How many micro-batches this rank has to run when `own` of them have samples; collective where ranks must agree.
+def most(own: int, place: Place) -> int:
+    """The largest `own` of the ranks that must run as often as each other; collective among them.
 
-    Where the ranks of other data hold a part of the experts, each forward pass needs them all: the largest count of any rank.
-    The interleaved schedule deals micro-batches out in rounds of as many as there are stages.
+    Where ranks of other data hold a part of the experts, each forward pass needs them all. Else every rank goes its own way.
     """
-    count = own
-    if place.expert_size * place.expert_tensor_size > place.tensor_size:
-        largest = torch.tensor(own, device=device())
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=mpu.get_data_parallel_group(with_context_parallel=True))
-        count = int(largest)
+    if place.expert_size * place.expert_tensor_size <= place.tensor_size:
+        return own
+    largest = torch.tensor(own, device=device())
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=mpu.get_data_parallel_group(with_context_parallel=True))
+    return int(largest)
+
+
+def micro_batch_count(own: int, place: Place) -> int:
+    """How many micro-batches this rank has to run when `own` of them have samples: as many as `most`, and, since the interleaved
+    schedule deals them out in rounds of as many as there are stages, a multiple of that there."""
+    count = most(own, place)
     return count + -count % place.pipeline_size if place.virtual_size > 1 else count
 
 
