@@ -27,6 +27,7 @@ from megarl.rollout.router import Router
 from megarl.rollout.sampling import Ask, Progress, Sampling
 
 WAIT = 0.5  # seconds that an exchange waits for answers; as long may it take until an engine hears of anything new
+_PROGRESS = re.compile(r"\d+%.*\d(it/s|s/it)")
 _ERROR_LINE = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Exit|Interrupt)\b(?:: .*)?$")
 
 
@@ -198,11 +199,12 @@ class Engine:
 
 
 def last_error(log: Path) -> str:
-    """The last line of a log that names an exception, else its last line, else ''."""
+    """The last line of a log that names an exception, else its last line that shows no progress, else ''."""
     try:
         lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     except OSError:
         return ""
+    lines = [line for line in lines if not _PROGRESS.search(line)]
     echoes = ("EOFError", "KeyboardInterrupt")  # of processes that lost the one that failed
     errors = [line for line in lines if _ERROR_LINE.match(line) and not line.startswith(echoes)]
     return (errors or lines or [""])[-1][:500]

@@ -78,9 +78,11 @@ class Crew:
 
     def fresh(self) -> Crew:
         """As after the first weight update, whatever a test did."""
-        self.notes.clear()
         self.weights.use(self.folder, 1)
         self.weights.give(self.engines)
+        self.engines.score([[5, 6]])  # waits for who is being started anew
+        self.engines.restarts = 0
+        self.notes.clear()
         return self
 
     def pids(self, number: int) -> dict[str, int]:
@@ -217,8 +219,8 @@ def test_killed_twice_in_one_step_and_every_sample_is_there_once(crew):
     crew.weights.given.clear()
     asked = prompts(24)
     threads = [
-        later(crew, 0, "scheduler", signal.SIGKILL, 1.0),
-        later(crew, 1, "host", signal.SIGKILL, 2.0),
+        later(crew, 0, "scheduler", signal.SIGKILL, 0.3),
+        later(crew, 1, "host", signal.SIGKILL, 0.8),
     ]
     samples = engines.generate(asked, LONG, "@2")
     for thread in threads:
@@ -231,6 +233,7 @@ def test_killed_twice_in_one_step_and_every_sample_is_there_once(crew):
     )
     assert worst <= 1e-5
     assert len(crew.notes) == 2 and all("\n" not in note for note in crew.notes)
+    assert all("unfinished responses are sampled again: " in note for note in crew.notes)
     assert "rollout engine 0 is started anew (1 of 3 in this step)" in crew.notes[0] and "SIGKILL" in crew.notes[0]
     assert "rollout engine 1 is started anew (2 of 3 in this step)" in crew.notes[1]
     crew.weights.give(engines)  # both are back, and take part

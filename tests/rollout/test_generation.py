@@ -61,6 +61,23 @@ def test_a_stop_text_ends_a_response_with_the_token_that_completes_it(engine, fo
         assert (torch.tensor(sample.rollout_log_probs) - exact).abs().max() <= 1e-5
 
 
+def test_a_hundred_greedy_answers_are_those_of_transformers(engine, folder):
+    """Each token is the likeliest one after those before it."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(5)
+    prompts = [Prompt(str(i), torch.randint(3, 380, (1 + i % 50,), generator=generator).tolist()) for i in range(100)]
+    ends = engine.ready()["stop_token_ids"]
+    samples = engine.generate(prompts, Sampling(temperature=0.0, max_new_tokens=24))
+    for sample in samples:
+        with torch.no_grad():
+            logits = model(torch.tensor([sample.prompt_ids + sample.response_ids])).logits[0]
+        assert sample.response_ids == logits[len(sample.prompt_ids) - 1 : -1].argmax(-1).tolist()
+        ended = sample.response_ids[-1] in ends
+        assert sample.stop_reason == ("stop" if ended else "length") and (ended or len(sample.response_ids) == 24)
+
+
 def test_stopped_and_taken_up_again_is_the_same_greedy_answer(engine):
     greedy = Sampling(temperature=0.0, max_new_tokens=300)
     whole = engine.generate(PROMPTS, greedy)
