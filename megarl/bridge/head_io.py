@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,9 +100,18 @@ def save_head_hf(
 ) -> Path:
     """Writes a model with a head as a Hugging Face folder that `transformers` opens: a sequence classifier, or, with a bias, a
     token classifier. `source`: the folder that it started from. Otherwise as `save_hf`."""
-    shapes = ModelMap.from_hf(source, replace(head, fresh=False)).hf_shapes
+    model = ModelMap.from_hf(source, head)
     changes = head.exported(read_config(Path(source)))
-    return save_hf(folder, tensors, source, shapes=shapes, dtype=dtype, overwrite=overwrite, changes=changes)
+    return save_hf(
+        folder,
+        tensors,
+        source,
+        shapes=model.hf_shapes,
+        dtype=dtype,
+        overwrite=overwrite,
+        float32=model.float32,
+        changes=changes,
+    )
 
 
 def _stored(reader: HFReader) -> dict[str, str]:

@@ -248,7 +248,7 @@ class ObserveConfig:
 
 @dataclass
 class ExportConfig:
-    hf: bool = True  # write the trained model as a Hugging Face folder at the end
+    hf: bool = True  # write the trained model, and the critic, as Hugging Face folders at the end
     dtype: Dtype | None = None  # of the exported weights; None: the model's
 
 

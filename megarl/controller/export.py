@@ -1,15 +1,21 @@
-"""The trained model as a Hugging Face folder, straight from the ranks' shards."""
+"""The trained models as Hugging Face folders, straight from the ranks' shards."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from megarl.bridge.head_io import critic_head, save_head_hf
 from megarl.bridge.hf_io import save_hf
+from megarl.bridge.model_map import ModelMap
 from megarl.config import Config
 from megarl.controller.preflight import Prepared
 from megarl.controller.sync import WeightSync
+from megarl.controller.workers import WorkerGroup
+from megarl.reshard.bucket import BucketSpec
 from megarl.reshard.colocated import Colocated
 
 
@@ -29,3 +35,31 @@ def export_hf(cfg: Config, prepared: Prepared, sync: WeightSync, target: Path) -
     finally:
         transfer.close()
     return target
+
+
+def export_critic(cfg: Config, prepared: Prepared, ranks: WorkerGroup, target: Path) -> Path:
+    """The critic: a classifier with one label, as `critic.path` and `transformers` take it."""
+    assert prepared.models.critic is not None
+    source = Path(prepared.models.critic)
+    head = critic_head(source)
+    dtype = cfg.export.dtype or cfg.model.dtype
+    model = ModelMap.from_hf(source, head)
+    transfer = Colocated(model, dtype=dtype, bucket_bytes=cfg.reshard.bucket_mb << 20, verify="off")
+    try:
+        tensors = transfer.tensors(_Critic(ranks))
+        return save_head_hf(target, tensors, source, head, dtype=getattr(torch, dtype))
+    finally:
+        transfer.close()
+
+
+@dataclass
+class _Critic:
+    """The critic's shards on all ranks."""
+
+    ranks: WorkerGroup
+
+    def write(self, bucket: BucketSpec) -> None:
+        self.ranks.write(bucket, "critic")
+
+    def fingerprints(self, names: Sequence[str], dtype: str) -> list[dict[str, int]]:
+        raise NotImplementedError("an export is not verified")

@@ -287,6 +287,7 @@ def _layout(cfg: Config, model: ModelMap) -> Iterator[str]:
 def _machine(cfg: Config, model: ModelMap | None) -> Iterator[str]:
     """What this machine lacks; a cluster that exists already is not asked."""
     parameters = sum(map(prod, model.hf_shapes.values())) if model is not None and cfg.export.hf else 0
+    parameters *= 1 if cfg.critic is None else 2
     size = parameters * BYTES[cfg.export.dtype or cfg.model.dtype]
     yield from lacking_space("run.root", Path(cfg.run.root), SPARE_MIB * MIB + size)
     if cfg.cluster.address is not None:

@@ -20,8 +20,8 @@ class Reference:
     group: WorkerGroup
 
     def log_probs(self, batch: Batch) -> Batch:
-        """`ref_log_probs` (RESPONSE field)."""
-        return self.group.forward("reference_log_probs", "reference log-probs", batch)
+        """`ref_log_probs` (RESPONSE field): while the actor is what the reference is, exactly its log-probs."""
+        return self.group.in_parts("reference_log_probs", "reference log-probs", batch)
 
 
 class NoReference:
@@ -38,9 +38,8 @@ class Critic:
     group: WorkerGroup
 
     def values(self, batch: Batch) -> Batch:
-        """`values` (RESPONSE field), mini-batch by mini-batch as `update` cuts them, so that the first update starts at them."""
-        parts = batch.split(self.group.config.algorithm.mini_batches)
-        return Batch.concat([self.group.forward("values", "values", part) for part in parts])
+        """`values` (RESPONSE field): exactly those that the first update starts at."""
+        return self.group.in_parts("values", "values", batch)
 
     def update(self, batch: Batch) -> dict[str, float]:
         """The optimizer steps of one step of training, on `values`, `returns` and `loss_mask`; metrics as the actor's, and

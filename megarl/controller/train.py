@@ -15,7 +15,7 @@ from megarl.controller.cluster import cluster
 from megarl.controller.engines import EngineGroup
 from megarl.controller.estimator import Estimator
 from megarl.controller.evaluation import Evaluation
-from megarl.controller.export import export_hf
+from megarl.controller.export import export_critic, export_hf
 from megarl.controller.preflight import Prepared
 from megarl.controller.role_checks import notes
 from megarl.controller.roles import (
@@ -62,6 +62,9 @@ def _run(cfg: Config, prepared: Prepared, stack: ExitStack, signals: _Signals) -
     if cfg.export.hf:
         with observer.stage("export"):
             places.append(("the model", export_hf(cfg, prepared, trainer.sync, observer.folder.path / "model")))
+            if cfg.critic is not None:
+                target = observer.folder.path / "critic"
+                places.append(("the critic", export_critic(cfg, prepared, trainer.sync.actor, target)))
     observer.finish(places)
 
 

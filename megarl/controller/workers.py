@@ -55,11 +55,15 @@ class WorkerGroup:
     def log_probs(self, batch: Batch) -> Batch:
         """`old_log_probs`, `entropy` (RESPONSE fields).
 
-        Mini-batch by mini-batch, cut and packed as `update` will do it, so that the first update sees the very same numbers
-        and its ratio is exactly 1.
+        Mini-batch by mini-batch (`in_parts`), so that the first update sees the very same numbers and its ratio is exactly 1.
         """
+        return self.in_parts("log_probs", "log-probs", batch)
+
+    def in_parts(self, method: str, what: str, batch: Batch) -> Batch:
+        """`forward` on each mini-batch by itself, which so is cut and packed as in its update: numbers of one model are then
+        equal to the last bit, and so are those of two whose weights are."""
         parts = batch.split(self.config.algorithm.mini_batches)
-        return Batch.concat([self.forward("log_probs", "log-probs", part) for part in parts])
+        return Batch.concat([self.forward(method, what, part) for part in parts])
 
     def score(self, batch: Batch) -> Batch:
         """`log_probs` (RESPONSE field) at temperature 1."""
@@ -79,8 +83,8 @@ class WorkerGroup:
             "update_critic", "update of the critic", lambda part: part, batch, self._value_objective.reads
         )
 
-    def write(self, bucket: BucketSpec) -> None:
-        self._all("write", "writing weights", bucket)
+    def write(self, bucket: BucketSpec, role: str = "actor") -> None:
+        self._all("write", "writing weights", bucket, role)
 
     def fingerprints(self, names: Sequence[str], dtype: str) -> list[dict[str, int]]:
         return self._all("fingerprints", "fingerprinting weights", list(names), dtype)

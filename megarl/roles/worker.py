@@ -53,8 +53,10 @@ class Worker:
         self.objective = Objective.from_config(self.config.algorithm)
         if self.config.critic is not None:
             self.value_objective = ValueObjective.from_config(self.config.critic)
-        with self.roles.looking("actor") as engine:
-            self.writer = ShardWriter(engine.parameters(), self.place)
+        self.writers = {}
+        for name in ("actor", "critic") if self.models.critic is not None else ("actor",):
+            with self.roles.looking(name) as engine:
+                self.writers[name] = ShardWriter(engine.parameters(), self.place)
         return asdict(self.place) | {"primary": self.place.primary, "pid": os.getpid()}
 
     def log_probs(self, batch: Batch) -> Batch | None:
@@ -94,15 +96,15 @@ class Worker:
         with self.roles.looking("actor") as engine:
             return self._answer(engine.log_probs(batch, temperature=1.0), {"log_probs": "log_probs"})
 
-    def write(self, bucket: BucketSpec) -> None:
-        """Put this rank's slices of a bucket's tensors to their places in the shared bucket."""
-        with self.roles.looking("actor"):
-            self.writer.write(bucket)
+    def write(self, bucket: BucketSpec, role: str = "actor") -> None:
+        """Put this rank's slices of a bucket's tensors, of the actor or the critic, to their places in the shared bucket."""
+        with self.roles.looking(role):
+            self.writers[role].write(bucket)
 
     def fingerprints(self, names: list[str], dtype: str) -> dict[str, int]:
         """This rank's share of each tensor's fingerprint; the shares of all ranks add up to the whole."""
         with self.roles.looking("actor"):
-            return self.writer.fingerprints(names, dtype)
+            return self.writers["actor"].fingerprints(names, dtype)
 
     def rest(self) -> dict[str, float]:
         """The roles make room on the device, as far as the configuration says; what was moved since the last time."""
