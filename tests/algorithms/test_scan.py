@@ -56,6 +56,15 @@ def close(ours: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(ours.double(), expected, rtol=0, atol=1e-5 * scale)
 
 
+def close_whitened(ours: Tensor, values: Tensor, mask: Tensor) -> None:
+    """Of values in float64. What differs little is known less well in float32, and is made as large as all else."""
+    kept = values[mask]
+    expected = masked_whiten(values, mask)
+    spread = float(kept.std()) if len(kept) > 1 else 0.0
+    noise = 1e-6 * max(1.0, float(kept.abs().max())) / max(spread, 1e-4) if len(kept) else 0.0
+    torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-5 + noise)
+
+
 @many
 @given(seeds, fractions)
 def test_discounted_sums_equal_a_loop(seed: int, decay: float) -> None:
@@ -72,7 +81,7 @@ def test_gae_equals_a_loop(seed: int, gamma: float, lam: float) -> None:
     close(result.advantages_BT, expected[0])
     close(result.returns_BT, expected[1])
     whitened = gae(reward, mask, value, gamma=gamma, lam=lam)
-    close(whitened.advantages_BT, masked_whiten(expected[0], mask))
+    close_whitened(whitened.advantages_BT, expected[0], mask)
     close(whitened.returns_BT, expected[1])
 
 
@@ -83,7 +92,7 @@ def test_reinforce_plus_plus_carries_over_observations(seed: int, gamma: float) 
     expected = loop_sums(reward, mask, gamma)
     result = reinforce_plus_plus(reward, mask, gamma=gamma)
     close(result.returns_BT, expected)
-    close(result.advantages_BT, masked_whiten(expected, mask))
+    close_whitened(result.advantages_BT, expected, mask)
     assert torch.equal(reinforce_plus_plus(reward, mask, gamma=gamma, whiten=False).advantages_BT, result.returns_BT)
 
 
@@ -154,7 +163,10 @@ def test_whitening_is_its_definition(seed: int, shift_mean: bool) -> None:
     if len(kept):
         variance = kept.var() if len(kept) > 1 else torch.tensor(0.0)
         expected[mask] = (kept - kept.mean()) / (variance + 1e-8).sqrt() + (0.0 if shift_mean else kept.mean())
-    close(masked_whiten(x, mask, shift_mean=shift_mean), expected)
+    whitened = masked_whiten(x.double(), mask, shift_mean=shift_mean)
+    torch.testing.assert_close(whitened, expected, rtol=1e-9, atol=1e-9)
+    if shift_mean:
+        close_whitened(masked_whiten(x, mask), x.double(), mask)
     junk = torch.where(mask, x, float("nan"))
     assert torch.equal(masked_whiten(junk, mask), masked_whiten(x, mask))
 
@@ -163,13 +175,13 @@ def test_whitening_is_its_definition(seed: int, shift_mean: bool) -> None:
 @given(seeds)
 def test_weights_are_repetitions(seed: int) -> None:
     generator = np.random.default_rng(seed)
-    values = torch.from_numpy(generator.normal(size=9).astype(np.float32))
+    values = torch.from_numpy(generator.normal(size=9))
     weight = torch.from_numpy(generator.integers(0, 5, 9))
     mask = torch.arange(5) < weight[:, None]
     expected = masked_whiten(values[:, None].expand(9, 5), mask).amax(-1) * (weight > 0)
     lowest = masked_whiten(values[:, None].expand(9, 5), mask).amin(-1)
-    ours = weighted_whiten(values, weight.float())
-    torch.testing.assert_close(ours, torch.where(ours < 0, lowest, expected), rtol=1e-5, atol=1e-5)
+    ours = weighted_whiten(values, weight)
+    torch.testing.assert_close(ours, torch.where(ours < 0, lowest, expected), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("value", [0.1, -1 / 3, 12345.678, 1e-30, 1e30])
