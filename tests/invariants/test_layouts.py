@@ -1,4 +1,5 @@
 """Log-probs, entropy, loss, every gradient and the weights after a step: those of transformers, on every layout, to rounding.
+Other aggregations of the loss, and a loss over whole sequences: the same.
 
 Families × layouts; the jobs of as many ranks share one set of processes. Sample order, micro-batches and packing are layouts
 like any other.
@@ -15,7 +16,7 @@ import torch
 
 from megarl.models.tiny import make_tiny
 from tests.distributed import free_port, run_ranks
-from tests.megatron.layouts import Job, Layout, Outcome, outcome, run_jobs, transformers_reference
+from tests.megatron.layouts import OTHERS, Job, Layout, Outcome, outcome, run_jobs, transformers_reference
 
 FAMILIES = ("llama", "qwen2", "qwen2-untied", "qwen3")
 LAYOUTS = {
@@ -35,12 +36,32 @@ LAYOUTS = {
     "dp2": Layout(data=2, micro_batch_tokens=40),
     "dp2 plain optimizer": Layout(data=2, distributed=False),
     "dp2 shuffled": Layout(data=2, shuffled=True, micro_batch_tokens=30),
+    "dp2, all samples on one rank": Layout(data=2, lopsided=True, micro_batch_tokens=40),
+    "pp2 uneven": Layout(pipeline=2, stage_layers=(1, 3), micro_batch_tokens=40),
+    "pp2, embedding alone": Layout(pipeline=2, stage_layers=(0, 4), micro_batch_tokens=40),
+    "pp2 vpp2": Layout(pipeline=2, virtual=2, micro_batch_tokens=40),
+    "pp2 vpp2 of one micro-batch": Layout(pipeline=2, virtual=2),
+    "pp2 vpp2 uneven": Layout(pipeline=2, virtual=2, stage_layers=(1, 2, 1, 0), micro_batch_tokens=25),
+    "cp2": Layout(context=2, micro_batch_tokens=40, chunk=7),
+    "cp2 of one micro-batch": Layout(context=2, distributed=False),
+    "cp2 recomputed": Layout(context=2, recompute="selective", micro_batch_tokens=40),
+    "tp2 cp2": Layout(tensor=2, context=2, micro_batch_tokens=40),
+    "tp2 sp cp2": Layout(tensor=2, sequence=True, context=2, micro_batch_tokens=30),
+    "pp2 cp2": Layout(pipeline=2, context=2, micro_batch_tokens=30),
+    "pp2 vpp2 cp2": Layout(pipeline=2, virtual=2, context=2, micro_batch_tokens=30),
+    "tp2 sp pp2 vpp2": Layout(tensor=2, sequence=True, pipeline=2, virtual=2, micro_batch_tokens=30),
+    "dp2 cp2": Layout(data=2, context=2, micro_batch_tokens=30),
+    "dp2 pp2 vpp2, all samples on one rank": Layout(data=2, pipeline=2, virtual=2, lopsided=True),
+    "cp4": Layout(context=4, micro_batch_tokens=40),
+    "pp4, embedding and head alone": Layout(pipeline=4, stage_layers=(0, 1, 3, 0), micro_batch_tokens=30),
     "tp2 sp pp2": Layout(tensor=2, sequence=True, pipeline=2, micro_batch_tokens=30),
     "dp2 tp2": Layout(data=2, tensor=2, micro_batch_tokens=30),
     "dp2 pp2": Layout(data=2, pipeline=2, micro_batch_tokens=30),
 }
 GOAL = 1e-5
-BF16 = ("one rank", "tp2 sp", "pp2", "dp2")
+BF16 = ("one rank", "tp2 sp", "pp2", "dp2", "cp2", "pp2 vpp2")
+# Where other losses are compared, of one family; on more than two ranks they all are.
+OTHER_LOSSES = ("one rank", "small micro-batches", "dp2", "tp2 sp", "pp2 vpp2", "cp2")
 
 
 class Jobs:
@@ -64,13 +85,20 @@ class Jobs:
         wanted = [(f, n, "float32") for f in FAMILIES for n, layout in LAYOUTS.items() if layout.world == world]
         wanted += [("qwen3", n, "bfloat16") for n in BF16 if LAYOUTS[n].world == world]
         jobs = [
-            Job(LAYOUTS[n], str(self.model(f)), str(self.reference(f)), free_port(), dtype) for f, n, dtype in wanted
+            Job(LAYOUTS[n], str(self.model(f)), str(self.reference(f)), free_port(), dtype, others(f, n, dtype))
+            for f, n, dtype in wanted
         ]
         answers = run_ranks(world, run_jobs, jobs, timeout=600)
         return {
             key: outcome(job, [rank[at] for rank in answers])
             for at, (key, job) in enumerate(zip(wanted, jobs, strict=True))
         }
+
+
+def others(family: str, name: str, dtype: str) -> tuple[str, ...]:
+    """Names of the other losses that a job compares."""
+    wanted = LAYOUTS[name].world > 2 or (family == "qwen3" and name in OTHER_LOSSES)
+    return tuple(OTHERS) if wanted and dtype == "float32" else ()
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +129,22 @@ def test_a_training_step_is_that_of_transformers(
     record_invariant(f"{head} worst of all weights after a step, relative", result.worst_weight, GOAL)
 
 
+def layouts_of_other_losses() -> list:
+    pairs = [(f, n) for f in FAMILIES for n in LAYOUTS if others(f, n, "float32")]
+    return [pytest.param(*p, marks=[pytest.mark.slow] if LAYOUTS[p[1]].world > 2 else []) for p in pairs]
+
+
+@pytest.mark.parametrize(("family", "name"), layouts_of_other_losses())
+def test_other_losses_are_those_of_transformers(
+    jobs: Jobs, name: str, family: str, record_invariant: Callable[[str, float, float], None]
+) -> None:
+    result = jobs.of(LAYOUTS[name].world)[family, name, "float32"]
+    assert set(result.others) == set(OTHERS)
+    for other, (loss, gradient) in result.others.items():
+        record_invariant(f"{family}, {name}, {other}: loss, relative", loss, GOAL)
+        record_invariant(f"{family}, {name}, {other}: worst of all gradients, relative", gradient, GOAL)
+
+
 @pytest.mark.parametrize("name", BF16)
 def test_bfloat16_is_close(jobs: Jobs, name: str) -> None:
     """No more than rounding to 8 bits explains, in every tensor."""
@@ -116,6 +160,7 @@ def test_the_step_is_not_a_trivial_one(jobs: Jobs, family: str) -> None:
     """Every branch of the loss has tokens, and every tensor learns."""
     reference = torch.load(jobs.reference(family), weights_only=False)
     assert 0.1 < reference["clipped"] < 0.9
+    assert all(0.1 < reference["others"][name]["clipped"] < 0.9 for name in OTHERS)
     assert reference["grad_norm"] > 0.5  # so that clipping is part of the step
     for name, gradient in reference["gradients"].items():
         assert gradient.abs().max() > (0 if name.endswith("k_proj.bias") else 1e-4), name

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megarl.algorithms import Objective, denominators
+from megarl.algorithms.aggregation import AGGREGATIONS
 from megarl.batch import Batch, Level, Sample
 from megarl.batch.packing import prompt_runs
 from megarl.batch.plan import balance
@@ -22,6 +24,11 @@ from megarl.config import schema
 from tests.bridge.cases import one_by_one
 
 OBJECTIVE = Objective(clip_low=0.2, clip_high=0.28, clip_dual=3.0, entropy_coefficient=0.01)
+# Losses that are compared too, before the step is taken: every aggregation, and a ratio that is of a whole sequence.
+OTHERS = {
+    **{mode: replace(OBJECTIVE, aggregation=mode) for mode in AGGREGATIONS if mode != "token_mean"},
+    "gspo": Objective(policy_loss="gspo", clip_low=0.15, clip_high=0.15, clip_dual=None, entropy_coefficient=0.01),
+}
 # A large eps: the first step of AdamW is else the sign of the gradient, which rounding turns where the gradient is nearly 0.
 OPTIMIZER = schema.OptimizerConfig(lr=1e-2, eps=1e-2, weight_decay=0.1, clip_grad=0.5)
 
@@ -59,6 +66,7 @@ class Job:
     reference: str
     port: int
     dtype: str = "float32"
+    others: tuple[str, ...] = ()  # of OTHERS
 
 
 @dataclass
@@ -69,6 +77,7 @@ class Outcome:
     entropy: float = 0.0
     loss: float = 0.0
     grad_norm: float = 0.0
+    others: dict[str, tuple[float, float]] = field(default_factory=dict)  # of other losses: loss, worst gradient
     gradients: dict[str, float] = field(default_factory=dict)  # by the checkpoint's name, over all ranks' copies
     weights: dict[str, float] = field(default_factory=dict)  # after the step
     elements: dict[str, int] = field(default_factory=dict)  # how many elements the ranks compared, copies counted once
@@ -144,9 +153,21 @@ def transformers_reference(folder: Path, file: Path) -> None:
     def padded(flat: torch.Tensor) -> torch.Tensor:
         return torch.zeros(batch.response_mask.shape).masked_scatter(batch.response_mask, flat)
 
-    result = OBJECTIVE(padded(flat_log_probs), padded(flat_entropy), data, denominators(data["loss_mask"]))
-    result.loss.backward()
     parameters = dict(model.named_parameters())
+
+    def of(objective: Objective) -> Any:
+        model.zero_grad()
+        result = objective(padded(flat_log_probs), padded(flat_entropy), data, denominators(data["loss_mask"]))
+        result.loss.backward(retain_graph=True)
+        return result
+
+    others = {}
+    for name, objective in OTHERS.items():
+        found = of(objective)
+        learned = one_by_one({n: p.grad.clone() for n, p in parameters.items()}, model.config.model_type)
+        clipped = float(found.sums["clip_fraction"])
+        others[name] = {"loss": float(found.loss.detach()), "gradients": learned, "clipped": clipped}
+    result = of(OBJECTIVE)
     gradients = one_by_one({name: p.grad.clone() for name, p in parameters.items()}, model.config.model_type)
     norm = torch.nn.utils.clip_grad_norm_(parameters.values(), OPTIMIZER.clip_grad)
     groups = [
@@ -162,6 +183,7 @@ def transformers_reference(folder: Path, file: Path) -> None:
             "loss": float(result.loss.detach()),
             "clipped": float(result.sums["clip_fraction"]),
             "grad_norm": float(norm),
+            "others": others,
             "gradients": gradients,
             "weights": one_by_one({n: t.clone() for n, t in model.state_dict().items()}, model.config.model_type),
         },
@@ -178,6 +200,7 @@ def run_jobs(rank: int, world: int, port: int, jobs: list[Job]) -> list[dict[str
 def _one(rank: int, world: int, job: Job) -> dict[str, Any]:
     from megarl.megatron import parallel
     from megarl.megatron.engine import EngineSettings, MegatronEngine
+    from megarl.megatron.optimizer import UpdateResult
 
     layout, want = job.layout, torch.load(job.reference, weights_only=False)
     place = parallel.start(
@@ -217,17 +240,29 @@ def _one(rank: int, world: int, job: Job) -> dict[str, Any]:
         report["log_probs"] = float((scores["log_probs"] - want["log_probs"][picked]).abs().max())
         report["entropy"] = float((scores["entropy"] - want["entropy"][picked]).abs().max())
 
+    total = denominators(batch.padded("loss_mask"))
     apply = engine.optimizer.update
+    seen: dict[str, Any] = {}
 
-    def compare_then_apply() -> Any:
+    def compare(want_gradients: dict[str, torch.Tensor]) -> UpdateResult:
         for chunk in engine.chunks:
             _gather_gradients(chunk, place)
-        report["gradients"] = _compare(engine, place, want["gradients"], _gradient, report)
+        seen["gradients"] = _compare(engine, place, want_gradients, _gradient, report)
+        return UpdateResult(True, 0.0, 0.0)
+
+    report["others"] = {}
+    for name in job.others:
+        engine.optimizer.update = partial(compare, want["others"][name]["gradients"])
+        loss = engine.train(shard, OTHERS[name], total, temperature=1.0).get("sum/loss", 0.0)
+        report["others"][name] = (loss, max(distance for distance, _ in seen["gradients"].values()))
+
+    def compare_then_apply() -> UpdateResult:
+        compare(want["gradients"])
         return apply()
 
     engine.optimizer.update = compare_then_apply
-    total = denominators(batch.padded("loss_mask"))
     report["metrics"] = engine.train(shard, OBJECTIVE, total, temperature=1.0)
+    report["gradients"] = seen["gradients"]
     report["weights"] = _compare(engine, place, want["weights"], lambda p: p.detach(), report)
     parallel.stop()
     return report
@@ -318,4 +353,8 @@ def outcome(job: Job, ranks: list[dict[str, Any]]) -> Outcome:
         for name, (distance, _) in report["weights"].items():
             result.weights[name] = max(result.weights.get(name, 0.0), distance)
     result.loss = abs(loss - want["loss"]) / abs(want["loss"])
+    for name in job.others:
+        whole, wanted = sum(r["others"][name][0] for r in ranks if r["place"].primary), want["others"][name]["loss"]
+        worst = max(r["others"][name][1] for r in ranks)
+        result.others[name] = (abs(whole - wanted) / abs(wanted), worst)
     return result
