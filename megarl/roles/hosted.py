@@ -14,11 +14,8 @@ class Hosted:
     """Engines by role. A role comes back to the device when it is called, and others leave it then; `rest` sends all away."""
 
     def __init__(self, engines: Mapping[str, Any], offload: Mapping[str, str]):
-        from megarl.megatron.offload import Memory
-
         self._engines = dict(engines)
         self._leaves = {name: OFFLOADED[offload[name]] for name in engines}
-        self._memory = {name: Memory(engine.chunks, engine.optimizer) for name, engine in engines.items()}
         self._bytes, self._seconds = 0, 0.0
 
     @contextmanager
@@ -46,11 +43,11 @@ class Hosted:
         for other in self._engines:
             if other != name:
                 self._send_away(other)
-        self._count(self._memory[name].restore(*kinds))
+        self._count(self._engines[name].memory.restore(*kinds))
 
     def _send_away(self, name: str) -> None:
         if self._leaves[name]:
-            self._count(self._memory[name].offload(*self._leaves[name]))
+            self._count(self._engines[name].memory.offload(*self._leaves[name]))
 
     def _count(self, moved: Any) -> None:
         self._bytes += moved.total
