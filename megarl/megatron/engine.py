@@ -97,6 +97,7 @@ class MegatronEngine:
             stage_layers=settings.stage_layers,
             aux_loss=settings.aux_loss,
             z_loss=settings.z_loss,
+            precision=self.precision,
         )
         self.chunks = stage.build(self.map, place, self.config)
         stage.load_hf(self.chunks, self.map, folder, place)

@@ -24,10 +24,10 @@ from megarl.cpu.layers import AttentionPlan
 from megarl.errors import UserError
 from megarl.megatron.experts import RoutedRow
 from megarl.megatron.parallel import Place, device
+from megarl.megatron.precision import PrecisionSettings
 from megarl.megatron.score_head import put_head
 from megarl.megatron.specs import block_spec, uses_transformer_engine
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _BIAS = "router.expert_bias"
 _ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu}
 
@@ -116,9 +116,11 @@ def transformer_config(
     stage_layers: Sequence[int] | None = None,
     aux_loss: float = 0.0,
     z_loss: float = 0.0,
+    precision: PrecisionSettings | None = None,
 ) -> TransformerConfig:
     """Megatron's configuration of the model on this layout. `stage_layers`: how many layers each (virtual) stage has, from the
-    embedding to the head; None: all alike. `aux_loss`, `z_loss`: coefficients of the losses in `experts.py`."""
+    embedding to the head; None: all alike. `aux_loss`, `z_loss`: coefficients of the losses in `experts.py`. `precision` None:
+    `dtype`, and no float8."""
     fields = dict(model_map.transformer_config())
     fields["activation_func"] = _ACTIVATIONS[fields.pop("activation")]
     if recompute == "full":
@@ -147,9 +149,7 @@ def transformer_config(
         pipeline_model_parallel_layout=_stages(stage_layers) if place.pipeline_size > 1 and stage_layers else None,
         context_parallel_size=place.context_size,
         sequence_parallel=sequence,
-        params_dtype=DTYPES[dtype],
-        pipeline_dtype=DTYPES[dtype],
-        bf16=dtype == "bfloat16",
+        **(precision or PrecisionSettings(dtype)).transformer_fields(),
         # Micro-batches have unequal lengths, so stages tell each other shapes; Megatron ties that to this dispatcher.
         variable_seq_lengths=place.pipeline_size > 1,
         moe_token_dispatcher_type="alltoall",
