@@ -199,3 +199,58 @@ def plan_runs(batch: Batch, budget: int, *, share_prompts: bool, at_least: int =
             units[-1].append(i)
             costs[-1] += responses[i]
     return [[i for u in part for i in units[u]] for part in micro_batches(costs, budget, at_least=at_least)]
+
+
+def shares(
+    batch: Batch, ranks: int, *, pair_cost: float = 0.0, share_prompts: bool = True, tolerance: float = 0.01
+) -> list[list[int]]:
+    """Sample indices for each of `ranks` data-parallel ranks, of costs as equal as may be; every sample once.
+
+    Cost of a sequence: its rows, and `pair_cost` for every pair of a row and one that it sees, n + pair_cost · n(n+1)/2 for n
+    rows. With shared prompts the prompt of neighbours counts once, and they stay together unless the costliest rank would then
+    have more than `tolerance` above the mean: then the costliest runs are halved until it has not, or nothing is left to halve.
+    """
+    runs = prompt_runs(batch) if share_prompts else [[i] for i in range(len(batch))]
+    p, r = batch.prompt_lengths.double(), batch.response_lengths.double()
+    prompt = (p + pair_cost * p * (p + 1) / 2).tolist()
+    response = (r + pair_cost * (p * r + r * (r + 1) / 2)).tolist()
+    units = [(run[0], run) for run in runs]  # the sample that stands for the prompt, the samples
+    best: list[list[int]] = []
+    least = math.inf
+    while True:
+        sizes = [sum(response[i] for i in unit) for _, unit in units]
+        parts, loads = _dealt(units, sizes, prompt, ranks)
+        excess = float(loads.max() / (loads.mean() or 1)) - 1
+        if excess < least:
+            best, least = parts, excess
+        divisible = sorted((u for u, (_, unit) in enumerate(units) if len(unit) > 1), key=lambda u: -sizes[u])
+        if least <= tolerance or not divisible:
+            return best
+        costliest = set(divisible[: -(-len(divisible) // 4)])
+        units = [
+            (of, part) for u, (of, unit) in enumerate(units) for part in (_halves(unit) if u in costliest else [unit])
+        ]
+
+
+def _dealt(
+    units: list[tuple[int, list[int]]], sizes: list[float], prompt: list[float], ranks: int
+) -> tuple[list[list[int]], torch.Tensor]:
+    """The costliest unit first, each to the rank that has least then; a rank that has the prompt already is spared it."""
+    loads = torch.zeros(ranks, dtype=torch.float64)
+    parts: list[list[int]] = [[] for _ in range(ranks)]
+    holders: dict[int, list[int]] = {}
+    for u in sorted(range(len(units)), key=lambda u: (-sizes[u] - prompt[units[u][0]], u)):
+        of, unit = units[u]
+        held = holders.setdefault(of, [])
+        new = loads + (sizes[u] + prompt[of])
+        new[held] -= prompt[of]
+        rank = int(new.argmin())
+        loads[rank] = new[rank]
+        parts[rank] += unit
+        holders[of] = [*held, rank] if rank not in held else held
+    return [sorted(part) for part in parts], loads
+
+
+def _halves(run: list[int]) -> list[list[int]]:
+    middle = len(run) // 2
+    return [run[:middle], run[middle:]]
