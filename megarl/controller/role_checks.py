@@ -69,8 +69,8 @@ class _Look:
         label = self.cfg.reward_model.label
         if label is not None and self.labels is not None and label >= self.labels:
             self.problems.append(
-                f"reward_model.label={label} but the reward model has {self.labels} labels, counted from 0; "
-                f"set reward_model.label={self.labels - 1} or less"
+                f"reward_model.label={label} but the reward model's labels are 0 to {self.labels - 1}; set one of these, or "
+                "null for the sum of all"
             )
 
     def _unlike(self, folder: Path, model: ModelMap) -> Iterator[str]:

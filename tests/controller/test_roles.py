@@ -161,7 +161,7 @@ def test_what_is_wrong_with_models_of_roles(folders: Path, tmp_path: Path) -> No
     assert "tensor parallelism 4 does not divide" in said[0]
     assert "are more than the 512 that the model was made for" in said[1]
     assert "its tokenizer is not the policy's (2 tokens have another number" in said[2]
-    assert said[3].startswith("reward_model.label=3 but the reward model has 3 labels, counted from 0")
+    assert said[3].startswith("reward_model.label=3 but the reward model's labels are 0 to 2; set one of these")
 
 
 def test_an_estimator_and_a_critic_need_each_other() -> None:
