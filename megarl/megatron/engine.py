@@ -127,12 +127,14 @@ class MegatronEngine:
         return stage.parameters_of(self.chunks, self.map)
 
     @torch.no_grad()
-    def log_probs(self, batch: Batch, *, temperature: float) -> Batch | None:
-        """Log-probs and entropies of the response tokens, as a batch of two RESPONSE fields in the order of `batch`.
+    def log_probs(self, batch: Batch, *, temperature: float, sum_p2: bool = False) -> Batch | None:
+        """Log-probs and entropies of the response tokens, as a batch of RESPONSE fields in the order of `batch`; with `sum_p2` also
+        the sum of the squared probabilities of the whole vocabulary in each one's place.
 
         None on ranks whose stage is not the last.
         """
-        return self._look(batch, partial(self._scores_only, temperature), ("log_probs", "entropy"))
+        names = ("log_probs", "entropy", "sum_p2") if sum_p2 else ("log_probs", "entropy")
+        return self._look(batch, partial(self._scores_only, temperature, sum_p2), names)
 
     def train(
         self, batch: Batch, objective: Callable, denominators: Denominators, *, temperature: float = 1.0
@@ -267,7 +269,7 @@ class MegatronEngine:
             hidden = copy_to_tensor_model_parallel_region(hidden)
         return hidden[:, 0].index_select(0, row.predicts.to(hidden.device))
 
-    def _scores(self, row: Packed, hidden: torch.Tensor, temperature: float) -> TokenScores:
+    def _scores(self, row: Packed, hidden: torch.Tensor, temperature: float, *, sum_p2: bool = False) -> TokenScores:
         scores = token_scores(
             self._states(row, hidden, shared_out=True),
             stage.unwrap(self.chunks[-1]).output_weight(),
@@ -276,8 +278,9 @@ class MegatronEngine:
             temperature=temperature,
             chunk=self.settings.logits_chunk_tokens,
             group=mpu.get_tensor_model_parallel_group(),
+            sum_p2=sum_p2,
         )
-        return TokenScores(*self._whole(row, torch.stack(scores)))
+        return TokenScores(*self._whole(row, torch.stack([values for values in scores if values is not None])))
 
     def _whole(self, row: Packed, values: torch.Tensor) -> torch.Tensor:
         """(N, R here) values of the response tokens predicted on this rank -> (N, R) of all of the micro-batch: what comes
@@ -286,9 +289,8 @@ class MegatronEngine:
             return values
         return join(values, row.piece.slots.to(values.device), row.piece.responses, mpu.get_context_parallel_group())
 
-    def _scores_only(self, temperature: float, micro: Batch, row: Packed, hidden: torch.Tensor):
-        scores = self._scores(row, hidden, temperature)
-        return torch.zeros((), device=hidden.device), {"log_probs": scores.log_probs, "entropy": scores.entropy}
+    def _scores_only(self, temperature: float, sum_p2: bool, micro: Batch, row: Packed, hidden: torch.Tensor):
+        return torch.zeros((), device=hidden.device), self._scores(row, hidden, temperature, sum_p2=sum_p2)._asdict()
 
     def _loss(
         self,

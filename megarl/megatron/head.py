@@ -6,6 +6,7 @@ backward pass. Memory is O(chunk · vocabulary / ranks) instead of O(N · vocabu
 For logits z (already divided by the temperature), p = softmax(z), l = log p:
     log-prob of target y        l_y          d/dz_j = [j = y] - p_j
     entropy H = -Σ p_j l_j                   d/dz_j = -p_j (l_j + H)
+    collision probability Σ p_j²             on request, without gradient
 """
 
 from __future__ import annotations
@@ -22,41 +23,49 @@ _WEIGHT_ROWS = 8192  # of the output layer, whose gradient is added up block by 
 class TokenScores(NamedTuple):
     log_probs: torch.Tensor  # (N,) float32
     entropy: torch.Tensor  # (N,) float32, in nats
+    sum_p2: torch.Tensor | None = None  # (N,) float32, Σ p² over the vocabulary, where it was asked for
 
 
 class _Head(torch.autograd.Function):
-    """(N,H) hidden, (V/ranks,H) weight, (N,) targets -> log-probs (N,), entropy (N,)."""
+    """(N,H) hidden, (V/ranks,H) weight, (N,) targets -> log-probs (N,), entropy (N,), Σ p² (N,) or None."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, split, temperature, chunk):
+    def forward(ctx, hidden, weight, targets, split, temperature, chunk, with_p2):
         log_probs = hidden.new_empty(len(hidden), dtype=torch.float32)
         entropy, log_z = torch.empty_like(log_probs), torch.empty_like(log_probs)
+        sum_p2 = torch.empty_like(log_probs) if with_p2 else None
         for rows in _slices(len(hidden), chunk):
             raw = hidden[rows] @ weight.t()
             top = torch.full_like(log_z[rows], -torch.inf)
             if split.real:
                 top = raw[:, : split.real].amax(dim=1).float().div_(temperature)
             _all_reduce(top, dist.ReduceOp.MAX, split.group)
-            # Σ exp(z - top), Σ exp(z - top)·(z - top), z of the target - top: over this rank's part of the vocabulary.
-            sums = torch.zeros(3, len(raw), dtype=torch.float32, device=raw.device)
+            # With e = exp(z - top): Σ e, Σ e·(z - top), z of the target - top, Σ e²: over this rank's part of the vocabulary.
+            sums = torch.zeros(3 + with_p2, len(raw), dtype=torch.float32, device=raw.device)
             own, here = split.own(targets[rows])
             for part in _blocks(raw[:, : split.real]):
                 z = raw[part, : split.real].float().div_(temperature).sub_(top[part, None])
                 sums[2, part] = torch.where(here[part], z.gather(1, own[part, None])[:, 0], 0.0)
                 weights = z.exp()
                 sums[0, part] = weights.sum(dim=1)
+                if with_p2:
+                    sums[3, part] = torch.linalg.vecdot(weights, weights)
                 sums[1, part] = weights.mul_(z).sum(dim=1)
             _all_reduce(sums, dist.ReduceOp.SUM, split.group)
             log_sum = sums[0].log()
             log_z[rows] = top + log_sum
             entropy[rows] = log_sum - sums[1] / sums[0]
             log_probs[rows] = sums[2] - log_sum
+            if sum_p2 is not None:
+                sum_p2[rows] = sums[3] / sums[0].square()
         ctx.save_for_backward(hidden, weight, targets, log_z, entropy)
         ctx.rest = (split, temperature, chunk)
-        return log_probs, entropy
+        if sum_p2 is not None:
+            ctx.mark_non_differentiable(sum_p2)
+        return log_probs, entropy, sum_p2
 
     @staticmethod
-    def backward(ctx, grad_log_probs, grad_entropy):
+    def backward(ctx, grad_log_probs, grad_entropy, _):
         hidden, weight, targets, log_z, entropy = ctx.saved_tensors
         split, temperature, chunk = ctx.rest
         grad_hidden = torch.empty_like(hidden)
@@ -79,7 +88,7 @@ class _Head(torch.autograd.Function):
             grad_hidden[rows] = raw @ weight
             for part in _slices(len(weight), _WEIGHT_ROWS):  # of all rows at once it would be a second (V, H) tensor
                 grad_weight[part] += raw[:, part].t() @ hidden[rows]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
 
 
 class _Split(NamedTuple):
@@ -122,6 +131,7 @@ def token_scores(
     temperature: float = 1.0,
     chunk: int = 1024,
     group: dist.ProcessGroup | None = None,
+    sum_p2: bool = False,
 ) -> TokenScores:
     """Log-prob of each target and entropy of its distribution, at `temperature`, differentiable in hidden and weight.
 
@@ -137,7 +147,7 @@ def token_scores(
         raise ValueError(f"temperature must be above 0 to take log-probs at it, not {temperature}")
     first = weight.shape[0] * (dist.get_rank(group) if group is not None else 0)
     split = _Split(first, max(0, min(weight.shape[0], vocabulary - first)), group)
-    return TokenScores(*_Head.apply(hidden.to(weight.dtype), weight, targets, split, temperature, chunk))
+    return TokenScores(*_Head.apply(hidden.to(weight.dtype), weight, targets, split, temperature, chunk, sum_p2))
 
 
 def join(values: torch.Tensor, slots: torch.Tensor, total: int, group: dist.ProcessGroup) -> torch.Tensor:

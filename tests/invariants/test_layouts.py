@@ -60,7 +60,7 @@ LAYOUTS = {
 }
 GOAL = 1e-5
 BF16 = ("one rank", "tp2 sp", "pp2", "dp2", "cp2", "pp2 vpp2")
-# Where other losses are compared, of one family; on more than two ranks they all are.
+# Where other losses are compared, of one family; besides on all layouts of more than two ranks.
 OTHER_LOSSES = ("one rank", "small micro-batches", "dp2", "tp2 sp", "pp2 vpp2", "cp2")
 
 
@@ -88,7 +88,7 @@ class Jobs:
             Job(LAYOUTS[n], str(self.model(f)), str(self.reference(f)), free_port(), dtype, others(f, n, dtype))
             for f, n, dtype in wanted
         ]
-        answers = run_ranks(world, run_jobs, jobs, timeout=600)
+        answers = run_ranks(world, run_jobs, jobs, timeout=600 * max(1, world // 2))
         return {
             key: outcome(job, [rank[at] for rank in answers])
             for at, (key, job) in enumerate(zip(wanted, jobs, strict=True))
@@ -97,7 +97,7 @@ class Jobs:
 
 def others(family: str, name: str, dtype: str) -> tuple[str, ...]:
     """Names of the other losses that a job compares."""
-    wanted = LAYOUTS[name].world > 2 or (family == "qwen3" and name in OTHER_LOSSES)
+    wanted = family == "qwen3" and (LAYOUTS[name].world > 2 or name in OTHER_LOSSES)
     return tuple(OTHERS) if wanted and dtype == "float32" else ()
 
 

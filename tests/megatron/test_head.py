@@ -83,6 +83,22 @@ def test_no_tokens() -> None:
     assert scores.log_probs.shape == (0,) and not weight.grad.any() and hidden.grad.shape == (0, H)
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_the_sum_of_squared_probabilities(temperature: float) -> None:
+    from megarl.megatron.head import token_scores
+
+    hidden, weight, targets, a, _ = inputs()
+    weight = torch.cat([weight, torch.full((5, H), 100.0)]).requires_grad_()
+    options = {"vocabulary": V, "temperature": temperature, "chunk": 7}
+    plain, scores = (token_scores(hidden, weight, targets, **options, sum_p2=wanted) for wanted in (False, True))
+    p = torch.softmax(hidden.double() @ weight.detach()[:V].double().t() / temperature, dim=-1)
+    torch.testing.assert_close(scores.sum_p2.double(), p.square().sum(-1), rtol=1e-5, atol=0)
+    assert plain.sum_p2 is None and not scores.sum_p2.requires_grad
+    assert torch.equal(plain.log_probs, scores.log_probs) and torch.equal(plain.entropy, scores.entropy)
+    gradients = [torch.autograd.grad(a @ s.log_probs, weight)[0] for s in (plain, scores)]
+    assert torch.equal(*gradients)
+
+
 @pytest.mark.parametrize("temperature", [0.0, -1.0])
 def test_a_temperature_at_which_there_is_no_distribution(temperature: float) -> None:
     from megarl.megatron.head import token_scores
@@ -115,10 +131,12 @@ def _on_two_ranks(rank: int, world: int, port: int) -> list[Any]:
     own[: len(rows)] = rows
     hidden.requires_grad_()
     own.requires_grad_()
-    scores = token_scores(hidden, own, targets, vocabulary=V, temperature=0.7, chunk=6, group=dist.group.WORLD)
+    scores = token_scores(
+        hidden, own, targets, vocabulary=V, temperature=0.7, chunk=6, group=dist.group.WORLD, sum_p2=True
+    )
     (a @ scores.log_probs + b @ scores.entropy).backward()
     dist.destroy_process_group()
-    return [scores.log_probs.detach(), scores.entropy.detach(), hidden.grad, own.grad]
+    return [scores.log_probs.detach(), scores.entropy.detach(), hidden.grad, own.grad, scores.sum_p2]
 
 
 def test_a_vocabulary_split_over_two_ranks() -> None:
@@ -128,3 +146,5 @@ def test_a_vocabulary_split_over_two_ranks() -> None:
     assert not second[3][V - 19 :].any()  # 19 rows a rank, the last one padding
     whole = torch.cat([first[3], second[3]])[:V]
     assert_close([first[0], first[1], first[2] + second[2], whole], by_autograd(0.7))
+    hidden, weight, *_ = inputs()
+    assert_close([first[4], second[4]], [torch.softmax(hidden @ weight.t() / 0.7, dim=-1).square().sum(-1)] * 2)
