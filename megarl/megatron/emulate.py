@@ -241,7 +241,7 @@ def _forward(module: Any, rounding: Rounding):
         # A pass without gradients looks ahead (recomputation) or aside (log-probs): it must not change later scales.
         remember = module.training and torch.is_grad_enabled()
         y = _Product.apply(x.reshape(-1, x.shape[-1]), weight, rounding, remember)
-        y = y.view(*x.shape[:-1], -1)
+        y = y.view(*x.shape[:-1], len(weight))
         return y if bias is None else y + bias
 
     return forward

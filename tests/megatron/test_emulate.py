@@ -193,11 +193,15 @@ def test_delayed_scales_are_those_of_earlier_passes() -> None:
 
 
 def test_no_tokens() -> None:
+    from megarl.megatron.emulate import _forward
+
     for recipe in RECIPES:
         x, weight = torch.zeros(0, 30, requires_grad=True), torch.randn(40, 30, requires_grad=True)
         y = product(x, weight, rounding(recipe))
         y.sum().backward()
         assert y.shape == (0, 40) and not weight.grad.any()
+        module = torch.nn.Module()  # an expert that no token chose
+        assert _forward(module, rounding(recipe))(input=x[:, None], weight=weight).shape == (0, 1, 40)
 
 
 def _linear(kind: str, sequence: bool) -> Any:
