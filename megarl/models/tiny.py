@@ -39,7 +39,6 @@ _LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attenti
 # Qwen2's head size follows from its hidden size, so its q rows equal it.
 _QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 96, "intermediate_size": 136}
 _QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False, "head_dim": 24}
-# One dense MLP, which is neither the first nor the last, so that the pattern of layers shows.
 _QWEN3_MOE = {
     **_QWEN3,
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -51,7 +50,7 @@ _QWEN3_MOE = {
     "num_experts_per_tok": 3,
     "norm_topk_prob": True,
     "decoder_sparse_step": 1,
-    "mlp_only_layers": [1],
+    "mlp_only_layers": [],
 }
 # Latent attention: queries and keys of 10 + 8, values of 14. The first MLP is dense.
 _LATENT = {
@@ -67,6 +66,7 @@ _LATENT = {
     "num_experts_per_tok": 4,
     "routed_scaling_factor": 1.7,
     "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
     "moe_intermediate_size": 24,
     "n_shared_experts": 2,
 }

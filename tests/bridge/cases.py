@@ -33,6 +33,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3-untied": tiny_config("qwen3", tie_word_embeddings=False),
     "qwen3-wide": tiny_config("qwen3", **WIDE),
     "qwen3-moe": tiny_config("qwen3-moe"),
+    "qwen3-moe-mixed": tiny_config("qwen3-moe", mlp_only_layers=[1]),
     "qwen3-moe-steps": tiny_config("qwen3-moe", decoder_sparse_step=2, mlp_only_layers=[], tie_word_embeddings=True),
     "mixtral": tiny_config("mixtral"),
     "deepseek": tiny_config("deepseek"),

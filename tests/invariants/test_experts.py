@@ -43,6 +43,8 @@ LAYOUTS = {
     "dp4 ep2": Layout(data=4, expert=2, micro_batch_tokens=30),
 }
 IN_SHORT = ("one rank", "small micro-batches", "tp2 sp", "pp2", "ep2", "ep2, a rank without samples", "tp2 sp ep2")
+# A dense MLP that is neither the first nor the last, so that the pattern of layers shows.
+OVERRIDES = {"qwen3-moe": {"mlp_only_layers": [1]}}
 GOAL = 1e-5
 
 
@@ -54,7 +56,7 @@ class Jobs:
 
     @functools.cache
     def model(self, family: str) -> Path:
-        return make_tiny(family, self.folder / family)
+        return make_tiny(family, self.folder / family, **OVERRIDES.get(family, {}))
 
     @functools.cache
     def reference(self, family: str) -> Path:
