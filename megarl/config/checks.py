@@ -43,6 +43,12 @@ RANGES = {
     "actor.parallel.ranks": "[1,",
     "actor.parallel.tensor": "[1,",
     "actor.parallel.pipeline": "[1,",
+    "actor.parallel.virtual": "[1,",
+    "actor.parallel.context": "[1,",
+    "actor.parallel.expert": "[1,",
+    "actor.parallel.expert_tensor": "[1,",
+    "actor.experts.aux_loss": "[0,",
+    "actor.experts.z_loss": "[0,",
     "actor.optimizer.lr": "[0,",
     "actor.optimizer.min_lr": "[0,",
     "actor.optimizer.warmup_steps": "[0,",
@@ -172,17 +178,39 @@ def _at(cfg: object, key: str) -> object:
 
 def _layout(cfg: Config) -> Iterator[str]:
     layout = cfg.actor.parallel
-    model_parallel = layout.tensor * layout.pipeline
+    model_parallel = layout.tensor * layout.pipeline * layout.context
     if layout.ranks % model_parallel:
         nearest = max(1, round(layout.ranks / model_parallel)) * model_parallel
         yield (
-            f"actor.parallel.ranks={layout.ranks} does not divide by tensor*pipeline="
-            f"{layout.tensor}*{layout.pipeline}; set actor.parallel.ranks={nearest}"
+            f"actor.parallel.ranks={layout.ranks} does not divide by tensor*pipeline*context="
+            f"{layout.tensor}*{layout.pipeline}*{layout.context}; set actor.parallel.ranks={nearest}"
+        )
+    elif (layout.ranks // layout.pipeline) % (experts := layout.expert * (layout.expert_tensor or layout.tensor)):
+        stage = layout.ranks // layout.pipeline
+        yield (
+            f"expert*expert_tensor={experts} does not divide the ranks of a pipeline stage, of which there are {stage}; set "
+            f"actor.parallel.ranks={math.lcm(stage, experts) * layout.pipeline}"
         )
     if layout.sequence and layout.tensor == 1:
         yield (
             "actor.parallel.sequence=true splits over tensor-parallel ranks, and there is one; "
             "set actor.parallel.sequence=false or actor.parallel.tensor=2"
+        )
+    if layout.virtual > 1 and layout.pipeline == 1:
+        yield (
+            f"actor.parallel.virtual={layout.virtual} interleaves the stages of a pipeline, and there is one; "
+            "set actor.parallel.virtual=1 or actor.parallel.pipeline=2"
+        )
+    stages = layout.pipeline * layout.virtual
+    if layout.stage_layers is not None and len(layout.stage_layers) != stages:
+        yield (
+            f"actor.parallel.stage_layers names {len(layout.stage_layers)} stages, and pipeline*virtual="
+            f"{layout.pipeline}*{layout.virtual} makes {stages}; give it {stages} numbers"
+        )
+    if layout.context > 1 and cfg.actor.share_prompts:
+        yield (
+            "actor.share_prompts=true computes a prompt once on the ranks that hold all of it, and "
+            f"actor.parallel.context={layout.context} cuts it; set actor.share_prompts=null"
         )
 
 
@@ -194,7 +222,7 @@ def _batch(cfg: Config) -> Iterator[str]:
         yield f"{what} do not divide into algorithm.mini_batches={parts}; set it to {_nearest_divisor(samples, parts)}"
         return
     layout = cfg.actor.parallel
-    groups = layout.ranks // (layout.tensor * layout.pipeline)
+    groups = layout.data
     if samples // parts < groups:
         yield (
             f"a mini-batch has {samples // parts} samples ({what}, algorithm.mini_batches={parts}) for {groups} "

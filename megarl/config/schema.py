@@ -113,10 +113,26 @@ class AlgorithmConfig:
 
 @dataclass
 class ParallelConfig:
-    ranks: int = 1  # processes (GPUs) of this role; data parallel = ranks / (tensor * pipeline)
+    ranks: int = 1  # processes (GPUs) of this role; data parallel = ranks / (tensor * pipeline * context)
     tensor: int = 1  # tensor parallel: every layer cut over so many ranks
     pipeline: int = 1  # pipeline parallel: the layers dealt out over so many ranks
+    virtual: int = 1  # interleaved pipeline: so many stages a rank
+    stage_layers: list[int] | None = None  # layers of each (virtual) stage in the model's order; None: as many each
+    context: int = 1  # context parallel: every sequence cut over so many ranks
+    expert: int = 1  # expert parallel: the experts of a layer shared out over so many ranks of a pipeline stage
+    expert_tensor: int | None = None  # tensor parallel within an expert; None: as tensor
     sequence: bool = False  # sequence parallel: activations split over the tensor-parallel ranks
+
+    @property
+    def data(self) -> int:
+        """Data-parallel ranks: of how many parts of a batch each is computed by ranks of its own."""
+        return self.ranks // max(1, self.tensor * self.pipeline * self.context)
+
+
+@dataclass
+class ExpertsConfig:
+    aux_loss: float = 0.0  # weight of the loss that spreads tokens evenly over experts
+    z_loss: float = 0.0  # weight of the loss that keeps the router's logits small
 
 
 @dataclass
@@ -161,6 +177,7 @@ class ActorConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     micro_batch_tokens: int = 8192  # at most so many tokens a micro-batch and rank (a longer sequence goes alone)
     recompute: Literal["none", "selective", "full"] = "none"  # activations recomputed in the backward pass
     logits_chunk_tokens: int = 1024  # response tokens whose logits exist at one time

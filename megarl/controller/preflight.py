@@ -19,6 +19,7 @@ from megarl.bridge.hf_io import HFReader
 from megarl.bridge.model_map import ModelMap
 from megarl.config import Config
 from megarl.config.paths import path_fault, user_path
+from megarl.config.schema import ParallelConfig
 from megarl.controller import role_checks
 from megarl.controller.record import check_recording
 from megarl.errors import ConfigError, UserError
@@ -106,6 +107,7 @@ class _Check:
             self._add([f"model.path={self.cfg.model.path}: {error}"])
         if self.model is not None:
             self._add(_layout(self.cfg, self.model))
+            self._add(_numbers(self.cfg, self.model))
             self._add(_recording(self.cfg, self.model))
 
     def _roles(self) -> None:
@@ -256,19 +258,52 @@ def _recording(cfg: Config, model: ModelMap) -> Iterator[str]:
         user_path(replay),
         steps=cfg.run.steps,
         parts=max(1, cfg.algorithm.mini_batches),
-        ranks=max(1, layout.ranks // max(1, layout.tensor * layout.pipeline)),
+        ranks=max(1, layout.data),
         vocabulary=model.dims.vocab,
         context=model.model_args()["max_sequence_length"],
     )
     yield from (f"rollout.replay={replay}: {fault}" for fault in faults)
 
 
+def _numbers(cfg: Config, model: ModelMap) -> Iterator[str]:
+    """What the model and this machine say to the precision and to parameters that are named by patterns."""
+    from megarl.megatron import parameter_groups, precision
+
+    actor, dims, tensor = cfg.actor, model.dims, max(1, cfg.actor.parallel.tensor)
+    settings = precision.PrecisionSettings(cfg.model.dtype, **vars(actor.precision))
+    widths = {"hidden units": dims.hidden, "MLP units": dims.ffn // tensor, "attention units": dims.q // tensor}
+    yield from precision.problems(
+        settings, layers=dims.layers, pipeline=actor.parallel.pipeline, recompute=actor.recompute, widths=widths
+    )
+    o = actor.optimizer
+    yield from parameter_groups.problems(model, o.frozen, o.lr_multipliers, where="actor.optimizer")
+
+
+def _stages(layout: ParallelConfig, layers: int) -> Iterator[str]:
+    stages = layout.pipeline * layout.virtual
+    if layout.stage_layers is not None:
+        if sum(layout.stage_layers) != layers or min(layout.stage_layers, default=0) < 0:
+            yield f"actor.parallel.stage_layers={layout.stage_layers} must add up to the model's {layers} layers"
+    elif layout.virtual > 1 and layers % stages:
+        yield (
+            f"actor.parallel.virtual={layout.virtual}: {stages} virtual stages (pipeline*virtual) do not divide the model's "
+            f"{layers} layers; set actor.parallel.virtual=1, or say with actor.parallel.stage_layers how many each has"
+        )
+
+
 def _layout(cfg: Config, model: ModelMap) -> Iterator[str]:
     layout = cfg.actor.parallel
-    legal = layout.tensor > 0 and layout.pipeline > 0  # else told already
-    for problem in model.check_layout(layout.tensor, layout.pipeline) if legal else []:
-        key = "tensor" if problem.startswith("tensor") else "pipeline"
-        yield f"actor.parallel.{key}={getattr(layout, key)}: {problem}"
+    if (
+        min(layout.tensor, layout.pipeline, layout.virtual, layout.expert, layout.expert_tensor or 1) > 0
+    ):  # else told already
+        yield from _stages(layout, model.dims.layers)
+        depth = layout.pipeline if layout.virtual == 1 and layout.stage_layers is None else 1
+        for problem in model.check_layout(
+            layout.tensor, depth, layout.expert, layout.expert_tensor, sequence=layout.sequence
+        ):
+            key = problem.split(" parallelism")[0].replace(" ", "_")
+            value = getattr(layout, key) or layout.tensor  # expert_tensor: as tensor
+            yield f"actor.parallel.{key}={value}: {problem}"
     context = model.model_args()["max_sequence_length"]
     lengths = {"rollout.max_new_tokens": cfg.rollout.max_new_tokens}
     if cfg.evaluation.max_new_tokens is not None:

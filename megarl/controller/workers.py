@@ -30,7 +30,7 @@ class WorkerGroup:
     def __init__(self, config: Config, models: Models):
         self.config = config
         parallel = config.actor.parallel
-        self.data_size = parallel.ranks // (parallel.tensor * parallel.pipeline)
+        self.data_size = parallel.data
         self._timeout = config.cluster.worker_timeout
         threads = config.actor.threads or max(1, (os.cpu_count() or 1) // parallel.ranks)
         options = {"num_gpus": 0.5} if torch.cuda.is_available() else {"num_cpus": 0}

@@ -63,6 +63,10 @@ class EngineSettings:
             actor.micro_batch_tokens,
             actor.logits_chunk_tokens,
             actor.share_prompts,
+            tuple(actor.parallel.stage_layers) if actor.parallel.stage_layers else None,
+            actor.experts.aux_loss,
+            actor.experts.z_loss,
+            PrecisionSettings(config.model.dtype, **vars(actor.precision)),
         )
 
 

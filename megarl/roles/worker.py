@@ -46,6 +46,10 @@ class Worker:
             port,
             tensor=actor.parallel.tensor,
             pipeline=actor.parallel.pipeline,
+            virtual=actor.parallel.virtual,
+            context=actor.parallel.context,
+            expert=actor.parallel.expert,
+            expert_tensor=actor.parallel.expert_tensor,
             seed=self.config.run.seed,
             timeout=self.config.cluster.worker_timeout,
         )

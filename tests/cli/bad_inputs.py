@@ -67,6 +67,23 @@ CASES = {
     "estimator without its data": bad(
         "algorithm.advantage=gae", said="algorithm.advantage=gae needs the values of a critic"
     ),
+    "critic that nobody asks": bad(
+        "critic.warmup_steps=100",
+        said=(
+            "critic.warmup_steps=100 of run.steps=100 leave the actor none to learn in; set critic.warmup_steps=99 or less",
+            "algorithm.advantage=grpo asks for no values; set algorithm.advantage=gae, or remove the section critic",
+        ),
+    ),
+    "reward model without a head": bad(
+        "reward_model.path=tiny-qwen3",
+        said="reward_model.path=tiny-qwen3: ",
+    ),
+    "reward model without a path": bad("reward_model.label=1", said="reward_model.path is not set"),
+    "label that is not there": bad(
+        "reward_model.path=tiny-qwen3-reward",
+        "reward_model.label=1",
+        said="reward_model.label=1 but the reward model's labels are 0 to 0; set one of these, or null for the sum of all",
+    ),
     "shaping": bad(
         "algorithm.shaping.overlong_buffer=17",
         "algorithm.shaping.clip_low=1",
@@ -95,6 +112,51 @@ CASES = {
         "algorithm.correction.level=token",
         said="algorithm.correction: bypass leaves nothing to correct: it needs level 'none' and no rejection",
     ),
+    "context parallel": bad(
+        "actor.parallel.context=2",
+        "actor.share_prompts=true",
+        said=(
+            "actor.parallel.ranks=1 does not divide by tensor*pipeline*context=1*1*2; set actor.parallel.ranks=2",
+            "actor.share_prompts=true computes a prompt once on the ranks that hold all of it",
+        ),
+    ),
+    "virtual stages": bad(
+        "actor.parallel.virtual=2",
+        said="actor.parallel.virtual=2 interleaves the stages of a pipeline, and there is one",
+    ),
+    "virtual stages and layers": bad(
+        "actor.parallel.ranks=2",
+        "actor.parallel.pipeline=2",
+        "actor.parallel.virtual=3",
+        said="actor.parallel.virtual=3: 6 virtual stages (pipeline*virtual) do not divide the model's 4 layers",
+    ),
+    "layers of stages": bad(
+        "actor.parallel.ranks=2",
+        "actor.parallel.pipeline=2",
+        "actor.parallel.stage_layers=[1, 2]",
+        said="actor.parallel.stage_layers=[1, 2] must add up to the model's 4 layers",
+    ),
+    "number of stages": bad(
+        "actor.parallel.stage_layers=[1, 3]", said="names 2 stages, and pipeline*virtual=1*1 makes 1; give it 1 numbers"
+    ),
+    "experts of a dense model": bad(
+        "actor.parallel.ranks=2",
+        "actor.parallel.expert=2",
+        said="actor.parallel.expert=2: expert parallelism 2 needs a model with experts, which this is not; use 1",
+    ),
+    "ranks for experts": bad(
+        "actor.parallel.expert=2",
+        said=(
+            "expert*expert_tensor=2 does not divide the ranks of a pipeline stage, of which there are 1; set actor.parallel.ranks=2",
+            "expert parallelism 2 needs a model with experts",
+        ),
+    ),
+    "float8 without a GPU": bad(
+        "model.dtype=bfloat16", "actor.precision.fp8=blockwise", said="actor.precision.fp8=blockwise"
+    ),
+    "frozen parameters that are not there": bad(
+        "actor.optimizer.frozen=[model.layer.0.*]", said="actor.optimizer.frozen"
+    ),
     "not a number": bad("actor.optimizer.lr=.nan", said="actor.optimizer.lr is nan; it must be at least 0"),
     "tensor parallel and KV heads": bad(
         "actor.parallel.tensor=3",
@@ -109,7 +171,7 @@ CASES = {
     "ranks": bad(
         "actor.parallel.ranks=3",
         "actor.parallel.tensor=2",
-        said="actor.parallel.ranks=3 does not divide by tensor*pipeline=2*1; set actor.parallel.ranks=4",
+        said="actor.parallel.ranks=3 does not divide by tensor*pipeline*context=2*1*1; set actor.parallel.ranks=4",
     ),
     "sequence parallel alone": bad("actor.parallel.sequence=true", said="actor.parallel.sequence=true splits over"),
     "batch does not divide": bad(
@@ -212,7 +274,7 @@ CASES = {
         said=(
             "unknown key rollout.temprature",
             "run.steps must be a whole number",
-            "actor.parallel.ranks=4 does not divide by tensor*pipeline=3*1; set actor.parallel.ranks=3",
+            "actor.parallel.ranks=4 does not divide by tensor*pipeline*context=3*1*1; set actor.parallel.ranks=3",
             "tensor parallelism 3 does not divide the model's 2 key-value heads",
             "{root}/torn.jsonl:2: malformed JSON",
             "did you mean 'exact_match'?",
