@@ -35,12 +35,6 @@ SPARE_MIB = 64  # logs, samples and metrics of a run
 BYTES = {"bfloat16": 2, "float32": 4}
 
 
-# Data that estimators may ask for and no part of the trainer makes yet.
-NOT_MADE = {
-    "sum_p2_BT": "the sum of squared probabilities of every token, which the trainer does not compute yet",
-}
-
-
 @dataclass(frozen=True)
 class Prepared:
     """What a checked configuration speaks of, opened: nobody needs to read it a second time."""
@@ -200,8 +194,11 @@ def _estimator(cfg: Config) -> Iterator[str]:
     for needed in advantage.required(name):
         if needed == "values_BT" and cfg.critic is None:
             yield f"algorithm.advantage={name} needs the values of a critic; add a section critic, empty or not"
-        if needed in NOT_MADE:
-            yield f"algorithm.advantage={name} needs {NOT_MADE[needed]}; choose another estimator"
+        if needed == "sum_p2_BT" and cfg.algorithm.correction.bypass:
+            yield (
+                f"algorithm.advantage={name} needs the trainer's own pass over the samples, which "
+                "algorithm.correction.bypass=true leaves out; set it to false"
+            )
 
 
 def _objective(cfg: Config) -> Iterator[str]:

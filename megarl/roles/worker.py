@@ -7,7 +7,7 @@ import socket
 from dataclasses import asdict
 from typing import Any
 
-from megarl.algorithms import Denominators, Objective
+from megarl.algorithms import Denominators, Objective, advantage
 from megarl.algorithms.value_loss import ValueObjective
 from megarl.batch import Batch
 from megarl.config import Config
@@ -64,10 +64,13 @@ class Worker:
         return asdict(self.place) | {"primary": self.place.primary, "pid": os.getpid()}
 
     def log_probs(self, batch: Batch) -> Batch | None:
-        """RESPONSE fields `old_log_probs` and `entropy` of the actor as it is now (at the sampling temperature)."""
+        """RESPONSE fields `old_log_probs` and `entropy` of the actor as it is now (at the sampling temperature); `sum_p2` where
+        the estimator wants it."""
+        wanted = "sum_p2_BT" in advantage.required(self.config.algorithm.advantage)
         with self.roles.looking("actor") as engine:
-            done = engine.log_probs(batch, temperature=self.config.rollout.temperature)
-        return self._answer(done, {"log_probs": "old_log_probs", "entropy": "entropy"})
+            done = engine.log_probs(batch, temperature=self.config.rollout.temperature, sum_p2=wanted)
+        names = {"log_probs": "old_log_probs", "entropy": "entropy"} | ({"sum_p2": "sum_p2"} if wanted else {})
+        return self._answer(done, names)
 
     def reference_log_probs(self, batch: Batch) -> Batch | None:
         """RESPONSE field `ref_log_probs`."""

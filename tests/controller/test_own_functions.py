@@ -51,3 +51,11 @@ def test_the_engines_log_probs_in_place_of_the_trainers(tmp_path: Path) -> None:
         for row in run.steps():
             assert "mismatch/abs_mean" not in row
             assert row["actor/ratio_max"] == pytest.approx(1.0, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_the_optimal_token_baseline_gets_its_squared_probabilities(tmp_path: Path) -> None:
+    with Run(tmp_path, *BETWEEN[:1], "algorithm.advantage=optimal_token_baseline") as run:
+        assert run.finish() == 0, run.err
+        for row in run.steps():
+            assert row["actor/grad_norm"] > 1e-3 and row["actor/ratio_max"] == 1.0
