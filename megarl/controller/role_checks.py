@@ -76,8 +76,22 @@ class _Look:
     def _unlike(self, folder: Path, model: ModelMap) -> Iterator[str]:
         """What keeps another model from standing on the policy's layout and reading the policy's tokens."""
         layout = self.cfg.actor.parallel
-        if layout.tensor > 0 and layout.pipeline > 0:
-            yield from model.check_layout(layout.tensor, layout.pipeline)
+        if min(layout.tensor, layout.pipeline, layout.virtual, layout.expert, layout.expert_tensor or 1) > 0:
+            alike = layout.virtual == 1 and layout.stage_layers is None
+            experts = (layout.expert, layout.expert_tensor) if model.has_experts else (1, None)
+            yield from model.check_layout(
+                layout.tensor, layout.pipeline if alike else 1, *experts, sequence=layout.sequence
+            )
+            if layout.stage_layers is not None and sum(layout.stage_layers) != model.dims.layers:
+                yield (
+                    f"actor.parallel.stage_layers={layout.stage_layers} does not add up to its {model.dims.layers} layers; "
+                    "give a model of as many layers as the policy, or remove stage_layers"
+                )
+            elif not alike and model.dims.layers % (layout.pipeline * layout.virtual) and layout.stage_layers is None:
+                yield (
+                    f"its {model.dims.layers} layers cannot be dealt out over pipeline*virtual={layout.pipeline}*"
+                    f"{layout.virtual} stages; give a model of as many layers as the policy"
+                )
         longest = self.cfg.data.max_prompt_tokens + self.cfg.rollout.max_new_tokens
         if longest > (context := model.model_args()["max_sequence_length"]):
             yield (

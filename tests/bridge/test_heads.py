@@ -119,3 +119,12 @@ def test_a_body_that_lacks_a_tensor_is_refused_by_name(folders: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 5}))
     with pytest.raises(UserError, match=r"lacks model.layers.4"):
         HeadReader(folder, Head()).check(ModelMap.from_hf(folder, Head()))
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "deepseek"])
+def test_experts_stand_under_a_head_too(folders: Path, family: str) -> None:
+    folder = make_tiny_reward(family, folders / family, labels=2)
+    head, stored = stored_head(folder), HFReader(folder)
+    got = exported(folder, head, 2)
+    assert set(got) == set(stored.names)
+    assert all(torch.equal(tensor, stored.get(name)) for name, tensor in got.items())
