@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import os
 import re
 import subprocess
@@ -360,7 +361,7 @@ def ratio(upper: list[float], lower: list[float]) -> float:
 
 def memory_rows(case: Case, small: Case) -> list[Row]:
     ours = peak_growth(case.ours, small.ours)
-    rows = [plain(f"{case.name}: peak memory, MiB", ours / 2**20)]
+    rows = [plain(f"{case.name}: peak memory, MiB", ours)]
     theirs = [
         peak_growth(run, small.peers[who][way])
         for who, ways in case.peers.items()
@@ -368,12 +369,12 @@ def memory_rows(case: Case, small: Case) -> list[Row]:
         for way, run in ways.items()
     ]
     if theirs:
-        rows.append(at_most(f"{case.name}: peak memory ÷ verl's least", round(ours / min(theirs), 2), MEMORY))
+        rows.append(at_most(f"{case.name}: peak memory ÷ verl's least", ours / min(theirs), MEMORY))
     return rows
 
 
 def peak_growth(run: Run, small: Run) -> int:
-    """Bytes by which one call raises the resident set, in a forked process: it starts with the inputs, and its record is new.
+    """MiB, rounded up because the kernel counts in batches of pages, by which one call raises the resident set, in a forked process: it starts with the inputs, and its record is new.
     The same on small inputs comes first: a fork maps the code that it runs anew."""
     read, write = os.pipe()
     child = os.fork()
@@ -392,7 +393,7 @@ def peak_growth(run: Run, small: Run) -> int:
         growth = answer.read()
     if os.waitpid(child, 0)[1] or not growth:
         raise RuntimeError("a process forked to measure memory failed; see above")
-    return int(growth)
+    return max(1, math.ceil(int(growth) / 2**20))
 
 
 def resident(field: str) -> int:
