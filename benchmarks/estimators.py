@@ -374,8 +374,10 @@ def memory_rows(case: Case, small: Case) -> list[Row]:
 
 
 def peak_growth(run: Run, small: Run) -> int:
-    """MiB, rounded up because the kernel counts in batches of pages, by which one call raises the resident set, in a forked process: it starts with the inputs, and its record is new.
-    The same on small inputs comes first: a fork maps the code that it runs anew."""
+    """MiB by which one call raises the resident set, in a forked process: it starts with the inputs, and its record is new.
+
+    The same on small inputs comes first: a fork maps the code that it runs anew. Rounded up: the kernel counts in batches
+    of pages."""
     read, write = os.pipe()
     child = os.fork()
     if not child:
