@@ -100,15 +100,18 @@ class _TwoLanes(P2PCommunicator):
         gradient = self._empty(next(self._gradients)) if recv_next else None
         forth = (tensor_send_next, self.next_rank, activation, self.prev_rank, self.pp_group)
         back = (tensor_send_prev, self.prev_rank, gradient, self.next_rank, mpu.get_model_parallel_group())
-        requests = []
-        for sent, to, received, source, group in (forth, back):
-            operations = [] if sent is None else [dist.P2POp(dist.isend, sent.contiguous(), to, group)]
-            operations += [] if received is None else [dist.P2POp(dist.irecv, received, source, group)]
-            requests += dist.batch_isend_irecv(operations) if operations else []
-        for request in requests:
+        lanes = [_operations(*lane) for lane in (forth, back)]
+        for request in [request for lane in lanes if lane for request in dist.batch_isend_irecv(lane)]:
             request.wait()
         return activation, gradient, None
 
     def _empty(self, length: int) -> torch.Tensor:
         shape = (length, 1, self.config.hidden_size)
         return torch.empty(shape, dtype=self.config.pipeline_dtype, device=device(), requires_grad=True)
+
+
+def _operations(
+    sent: torch.Tensor | None, to: int, received: torch.Tensor | None, source: int, group: dist.ProcessGroup
+) -> list[dist.P2POp]:
+    operations = [] if sent is None else [dist.P2POp(dist.isend, sent.contiguous(), to, group)]
+    return operations + ([] if received is None else [dist.P2POp(dist.irecv, received, source, group)])

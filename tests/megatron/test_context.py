@@ -137,3 +137,17 @@ def _gather(rank: int, world: int, port: int) -> tuple[torch.Tensor, torch.Tenso
     answer = whole.detach(), x.grad
     dist.destroy_process_group()
     return answer
+
+
+def test_transformer_engine_is_told_the_bounds_of_whole_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It deals chunks out itself, and so does Megatron with the rotary angles: from lengths that are multiples of 2·ranks."""
+    from megarl.megatron import model
+
+    monkeypatch.setattr(model, "uses_transformer_engine", lambda: True)
+    batch = batch_of(([1] * 30, [2] * 11), ([3], [4]), ([5] * 7, [6] * 20))
+    _, pieces = pieces_of(batch, 2, multiple=3)
+    for piece in pieces:
+        params = model.packed_params(piece, torch.bfloat16)
+        assert type(params) is model.PackedSeqParams
+        assert params.cu_seqlens_q.tolist() == params.cu_seqlens_kv.tolist() == [0, 40, 44, 72]
+        assert params.max_seqlen_q == params.max_seqlen_kv == 40 and len(piece.tokens) == 36
