@@ -27,7 +27,7 @@ from megarl.rollout.router import Router
 from megarl.rollout.sampling import Ask, Progress, Sampling
 
 WAIT = 0.5  # seconds that an exchange waits for answers; as long may it take until an engine hears of anything new
-_PROGRESS = re.compile(r"\d+%.*\d(it/s|s/it)")
+_PROGRESS = re.compile(r"\d+%.*(it/s|s/it)")
 _ERROR_LINE = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Exit|Interrupt)\b(?:: .*)?$")
 
 
@@ -103,7 +103,7 @@ class Engine:
     def ready(self) -> dict[str, Any]:
         """Facts about the running engine: pid, sglang (its version), context_length, longest_prompt,
         max_total_tokens (all in tokens), capacity (responses sampled at one time), vocabulary, stop_token_ids,
-        weight_version, updating."""
+        weight_version, updating, sampling (responses asked and not answered)."""
         return {**self._info, **self._call("state")}
 
     def exchange(self, asks: Sequence[Ask], sampling: Sampling, wait: float = WAIT, stop: bool = False) -> Progress:

@@ -85,7 +85,11 @@ class Server:
         }
 
     def state(self) -> dict[str, Any]:
-        return {"weight_version": self.version, "updating": self.updating is not None}
+        return {
+            "weight_version": self.version,
+            "updating": self.updating is not None,
+            "sampling": len(self.requests),
+        }
 
     # ---- sampling
 

@@ -78,6 +78,12 @@ class Crew:
 
     def fresh(self) -> Crew:
         """As after the first weight update, whatever a test did."""
+        import ray
+
+        for slot in self.engines.slots:  # what a generation that ended in an error left behind
+            with contextlib.suppress(RunError, ray.exceptions.RayError):
+                while ray.get(slot.actor.ready.remote())["sampling"]:
+                    ray.get(slot.actor.exchange.remote([], LONG, 1.0, True))
         self.weights.use(self.folder, 1)
         self.weights.give(self.engines)
         self.engines.score([[5, 6]])  # waits for who is being started anew
@@ -234,8 +240,10 @@ def test_killed_twice_in_one_step_and_every_sample_is_there_once(crew):
     assert worst <= 1e-5
     assert len(crew.notes) == 2 and all("\n" not in note for note in crew.notes)
     assert all("unfinished responses are sampled again: " in note for note in crew.notes)
-    assert "rollout engine 0 is started anew (1 of 3 in this step)" in crew.notes[0] and "SIGKILL" in crew.notes[0]
-    assert "rollout engine 1 is started anew (2 of 3 in this step)" in crew.notes[1]
+    # SGLang needs a while to see that its scheduler is gone: either may be known first
+    assert {note.split(" is started anew")[0] for note in crew.notes} == {"rollout engine 0", "rollout engine 1"}
+    assert all("SIGKILL" in note for note in crew.notes)
+    assert ["(1 of 3 in this step)" in crew.notes[0], "(2 of 3 in this step)" in crew.notes[1]] == [True, True]
     crew.weights.give(engines)  # both are back, and take part
     assert engines.restarts == 0 and all(slot.current for slot in engines.slots)
 

@@ -96,6 +96,6 @@ def test_last_error_of_a_log(tmp_path):
     log = tmp_path / "log"
     log.write_text("hello\nTraceback:\n  File x\ntorch.OutOfMemoryError: no room\n\nEOFError\nbye\n")
     assert last_error(log) == "torch.OutOfMemoryError: no room"
-    log.write_text("hello\n\nloading: 100% Completed | 1/1 [00:00<00:00, 603.32it/s]\n")
+    log.write_text("hello\n\nloading: 100% Completed | 1/1 [00:00<00:00, 603.32it/s]\n 0% | 0/1 [00:00<?, ?it/s]\n")
     assert last_error(log) == "hello"
     assert last_error(tmp_path / "none") == ""
