@@ -9,7 +9,7 @@ import ast
 import inspect
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, get_args, get_type_hints
 
 from omegaconf import OmegaConf
@@ -58,20 +58,23 @@ def comments() -> dict[str, dict[str, str]]:
     return found
 
 
-def _sections(name: str, kind: Any) -> Iterator[str]:
-    """A table for a section, then those of the sections within it."""
+def _sections(name: str, kind: Any, given: Mapping[str, Any] | None = None) -> Iterator[str]:
+    """A table for a section, then those of the sections within it. `given`: defaults that the section above sets for it."""
     section = section_of(kind)
     assert section is not None
     hints = get_type_hints(section)
+    own = OmegaConf.to_container(OmegaConf.structured(section))
+    assert isinstance(own, dict)
+    defaults = {**own, **(given or {})}
     plain = {key: hint for key, hint in hints.items() if section_of(hint) is None}
     notes = comments()[section.__name__]
     if plain:
-        rows = [_row(f"{name}.{key}", hint, _default(section, key), notes[key]) for key, hint in plain.items()]
+        rows = [_row(f"{name}.{key}", hint, _default(defaults[key]), notes[key]) for key, hint in plain.items()]
         head = ["| key | value | default | meaning |", "|---|---|---|---|"]
         yield "\n".join([f"## {name}", "", *_heading(kind), *head, *rows, ""])
     for key, hint in hints.items():
         if key not in plain:
-            yield from _sections(f"{name}.{key}", hint)
+            yield from _sections(f"{name}.{key}", hint, defaults[key])
 
 
 def _heading(kind: Any) -> list[str]:
@@ -88,14 +91,12 @@ def _row(key: str, hint: Any, default: str, meaning: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def _default(section: type, key: str) -> str:
-    value = OmegaConf.to_container(OmegaConf.structured(section))
-    assert isinstance(value, dict)
-    if value[key] == "???":
+def _default(value: Any) -> str:
+    if value == "???":
         return "must be given"
-    if value[key] in ("", {}):
+    if value in ("", {}):
         return "empty"
-    shown = OmegaConf.to_yaml(OmegaConf.create([value[key]])).strip().removeprefix("- ")
+    shown = OmegaConf.to_yaml(OmegaConf.create([value])).strip().removeprefix("- ")
     return f"`{shown}`"
 
 

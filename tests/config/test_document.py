@@ -33,3 +33,8 @@ def _sections(kind: type) -> list[type]:
 
     inner = [section for hint in get_type_hints(kind).values() if (section := section_of(hint))]
     return [kind, *(deep for section in inner for deep in _sections(section))]
+
+
+def test_defaults_are_those_that_the_section_above_sets() -> None:
+    rows = {line.split("`")[1]: line for line in markdown().splitlines() if line.startswith("| `")}
+    assert "`1.0e-06`" in rows["actor.optimizer.lr"] and "`1.0e-05`" in rows["critic.optimizer.lr"]
