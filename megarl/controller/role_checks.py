@@ -36,6 +36,7 @@ def find(cfg: Config, folder: Path, model: ModelMap, tokenizer: PreTrainedTokeni
         reference = look.at("reference.path", cfg.reference.path, lambda _: None)
     if cfg.critic is not None:
         critic = look.at("critic.path", cfg.critic.path, critic_head)
+        look.groups()
     if cfg.reward_model is not None:
         reward = look.at("reward_model.path", cfg.reward_model.path, reward_head)
         look.label()
@@ -47,9 +48,11 @@ class _Look:
         self.cfg, self.folder, self.model, self.tokenizer = cfg, folder, model, tokenizer
         self.problems: list[str] = []
         self.labels: int | None = None
+        self.opened: ModelMap | None = None  # the last one that could be
 
     def at(self, key: str, path: str | None, head_of: Callable[[Path], Head | None]) -> str | None:
         """The folder that a key names (None: the policy's), looked at."""
+        self.opened = None
         try:
             folder = self.folder if path is None else models.resolve(path)
             head = head_of(folder)
@@ -58,11 +61,23 @@ class _Look:
         except UserError as error:
             self.problems.append(f"{key}={path}: {error}")
             return None
+        self.opened = model
         if head is not None:
             self.labels = head.labels
         if folder != self.folder:
             self.problems += [f"{key}={path}: {problem}" for problem in self._unlike(folder, model)]
         return str(folder)
+
+    def groups(self) -> None:
+        """Patterns of the critic's parameters."""
+        from megarl.megatron import parameter_groups
+
+        assert self.cfg.critic is not None
+        o = self.cfg.critic.optimizer
+        if self.opened is not None:
+            self.problems += parameter_groups.problems(
+                self.opened, o.frozen, o.lr_multipliers, where="critic.optimizer"
+            )
 
     def label(self) -> None:
         assert self.cfg.reward_model is not None

@@ -139,6 +139,12 @@ def test_models_of_the_roles(folders: Path) -> None:
     assert (good.models.actor, good.models.reference, good.models.critic) == (policy, policy, policy)
     assert good.models.reward_model == str(folders / "reward")
     assert found(Config(), folders).models == role_checks.Models(policy)
+    cfg.critic.optimizer.frozen = ["*.layers.0.*"]
+    cfg.critic.optimizer.lr_multipliers = {"score_head.*": 10.0}
+    assert found(cfg, folders).problems == []
+    cfg.critic.optimizer.frozen = ["*.layer.0.*"]
+    (said,) = found(cfg, folders).problems
+    assert "critic.optimizer.frozen" in said
 
 
 def test_what_is_wrong_with_models_of_roles(folders: Path, tmp_path: Path) -> None:
