@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from megarl.config.loading import keys
 from megarl.config.paths import path_fault
 from megarl.config.schema import Config, SourceConfig
 from megarl.errors import ConfigError
@@ -24,7 +25,7 @@ RANGES = {
     "data.max_prompt_tokens": "[1,",
     "data.train.size": "[1,",
     "data.eval.size": "[1,",
-    "algorithm.clip_low": "(0,1)",
+    "algorithm.clip_low": "(0,1]",
     "algorithm.clip_high": "(0,",
     "algorithm.clip_dual": "(1,",
     "algorithm.entropy_coefficient": "[0,",
@@ -165,9 +166,16 @@ def _ranges(cfg: Config) -> Iterator[str]:
         value = _at(cfg, key)
         interval = Interval.parse(text)
         if value is not None and value not in interval:
-            yield f"{key} is {value}; it must be {interval}"
+            infinite = isinstance(value, float) and not math.isfinite(value)
+            yield f"{key} is {value}; it must be {'a finite number ' if infinite else ''}{interval}"
     if cfg.rollout.top_k != -1 and cfg.rollout.top_k < 1:
         yield f"rollout.top_k is {cfg.rollout.top_k}; it must be at least 1, or -1 for all tokens"
+
+    for path, _ in keys():
+        key = ".".join(path)
+        value = _at(cfg, key)
+        if key not in RANGES and isinstance(value, float) and not math.isfinite(value):
+            yield f"{key} is {value}; it must be a finite number"
 
 
 def _at(cfg: object, key: str) -> object:
@@ -308,6 +316,12 @@ def _algorithm(cfg: Config) -> Iterator[str]:
     low, high = shaping.clip_low, shaping.clip_high
     if low is not None and high is not None and low > high:
         yield f"algorithm.shaping.clip_low={low} is above algorithm.shaping.clip_high={high}; swap them"
+    correction = cfg.algorithm.correction
+    if correction.level == "none" and (correction.outside != "truncate" or correction.normalize):
+        yield (
+            "algorithm.correction.outside and normalize are about weights, and algorithm.correction.level=none has none; set "
+            "algorithm.correction.level=token, say, or remove them"
+        )
     if shaping.kl_target is not None and shaping.kl_coefficient == 0:
         yield (
             f"algorithm.shaping.kl_target={shaping.kl_target} moves algorithm.shaping.kl_coefficient, which is 0 and "

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from megarl.batch import Batch, Level, Prompt
+from megarl.config.schema import RolloutConfig
 from megarl.controller.engines import EngineGroup
 from megarl.controller.roles import NoRewardModel, RewardModel
 from megarl.rewards import Rewarder
@@ -21,20 +22,29 @@ class GreedyBaseline:
     engines: EngineGroup
     rewards: Rewarder
     reward_model: RewardModel | NoRewardModel
-    max_new_tokens: int
+    rollout: RolloutConfig
 
     def scores(self, batch: Batch) -> Batch:
-        """`baseline` (SAMPLE, float32): the reward of the greedy answer to each sample's prompt."""
+        """SAMPLE fields of the greedy answer to each sample's prompt: its reward `baseline` (float32), and `baseline_lengths`
+        (int64, tokens)."""
         first: dict[Hashable, int] = {}
         for at, group in enumerate(batch["group"]):
             first.setdefault(group, at)
         prompts = [_prompt(batch, at) for at in first.values()]
-        greedy = Sampling(n=1, temperature=0.0, max_new_tokens=self.max_new_tokens)
+        r = self.rollout
+        greedy = Sampling(
+            n=1,
+            temperature=0.0,
+            max_new_tokens=r.max_new_tokens,
+            stop=tuple(r.stop),
+            stop_token_ids=tuple(r.stop_token_ids),
+        )
         answers = Batch.from_samples(self.engines.generate(prompts, greedy, group_suffix="@greedy"))
-        rewards = self.reward_model.add(answers.union(self.rewards.score(answers)))["reward"].tolist()
-        by_group = dict(zip(first, rewards, strict=True))
-        baseline = torch.tensor([by_group[group] for group in batch["group"]], dtype=torch.float32)
-        return batch.select([]).set("baseline", baseline, Level.SAMPLE)
+        rewards = self.reward_model.add(answers.union(self.rewards.score(answers)))["reward"]
+        numbers = {group: number for number, group in enumerate(first)}
+        of_sample = torch.tensor([numbers[group] for group in batch["group"]], dtype=torch.long)
+        done = batch.select([]).set("baseline", rewards.float()[of_sample], Level.SAMPLE)
+        return done.set("baseline_lengths", answers.response_lengths[of_sample], Level.SAMPLE)
 
 
 class NoBaseline:

@@ -31,7 +31,9 @@ class Evaluation:
     def run(self, step: int) -> tuple[dict[str, float], Batch]:
         """`eval/accuracy` and `eval/length_mean`, and the answers."""
         tokens = self.config.evaluation.max_new_tokens or self.config.rollout.max_new_tokens
-        greedy = Sampling(n=1, temperature=0.0, max_new_tokens=tokens)
+        r = self.config.rollout
+        ends = {"stop": tuple(r.stop), "stop_token_ids": tuple(r.stop_token_ids)}
+        greedy = Sampling(n=1, temperature=0.0, max_new_tokens=tokens, **ends)
         samples = self.engines.generate(self.prompts.all(), greedy, group_suffix=f"@eval{step}")
         batch = Batch.from_samples(samples)
         batch = batch.union(self.rewards.score(batch))

@@ -9,7 +9,7 @@ import inspect
 import shutil
 import socket
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ from megarl.bridge.hf_io import HFReader
 from megarl.bridge.model_map import ModelMap
 from megarl.config import Config
 from megarl.config.paths import path_fault, user_path
-from megarl.config.schema import ParallelConfig
+from megarl.config.schema import ParallelConfig, ShapingConfig
 from megarl.controller import role_checks
 from megarl.controller.record import check_recording
 from megarl.errors import ConfigError, UserError
@@ -136,6 +136,10 @@ class _Check:
             else:
                 self._add(_objective(cfg))
         self._add(_correction(cfg))
+        if not any(problem.startswith("algorithm") for problem in self.found):
+            from megarl.controller import rehearsal
+
+            self._add(rehearsal.problems(cfg))
 
     def _data(self) -> None:
         from megarl import data
@@ -198,6 +202,14 @@ def _estimator(cfg: Config) -> Iterator[str]:
             yield (
                 f"algorithm.advantage={name} needs the trainer's own pass over the samples, which "
                 "algorithm.correction.bypass=true leaves out; set it to false"
+            )
+        if (
+            needed == "reward_parts_BK"
+            and replace(cfg.algorithm.shaping, skip_cut=False, skip_equal_groups=False) != ShapingConfig()
+        ):
+            yield (
+                f"algorithm.advantage={name} takes the parts of the reward as they are, and algorithm.shaping acts on their sum "
+                "alone; remove algorithm.shaping (a KL can stand in the loss: algorithm.kl_coefficient)"
             )
 
 

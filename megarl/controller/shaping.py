@@ -28,14 +28,10 @@ class Shaping:
         counts; less the KL of every token. Metrics: shaping/reward_mean; reward_kl, kl_coefficient where there is a KL."""
         c = self._config
         mask_BT = batch.padded("loss_mask") > 0
-        score_B = torch.as_tensor(batch["reward"], dtype=torch.float32)
-        if c.overlong_buffer:
-            score_B = score_B + shaping.overlong_penalty(
-                batch.response_lengths, self._max_new_tokens, c.overlong_buffer, c.overlong_factor
-            )
-        score_B = shaping.clip_scores(score_B, c.clip_low, c.clip_high)
-        if c.normalize:
-            score_B = shaping.normalize_scores(score_B, self._statistics, mask_BT.any(-1))
+        score_B = self._shaped(batch["reward"], batch.response_lengths, mask_BT.any(-1))
+        if "baseline" in batch:  # of the same answers as it were: what is done to the one is done to the other
+            baseline_B = self._shaped(batch["baseline"], batch["baseline_lengths"], None)
+            batch = batch.set("baseline", baseline_B, Level.SAMPLE)
         metrics = {"shaping/reward_mean": float(score_B.mean())}
         reward_BT = at_last_token(score_B, mask_BT)
         if c.kl_coefficient:
@@ -52,6 +48,19 @@ class Shaping:
             metrics |= {"shaping/kl": kl, "shaping/kl_coefficient": coefficient}
             self._kl.update(kl, len(batch))
         return noted(batch.set("token_rewards", batch.unpad(reward_BT), Level.RESPONSE), metrics)
+
+    def _shaped(self, score_B: torch.Tensor, length_B: torch.Tensor, counts_B: torch.Tensor | None) -> torch.Tensor:
+        """`counts_B`: samples that enter the running statistics; None: none does."""
+        c = self._config
+        score_B = torch.as_tensor(score_B, dtype=torch.float32)
+        if c.overlong_buffer:
+            score_B = score_B + shaping.overlong_penalty(
+                length_B, self._max_new_tokens, c.overlong_buffer, c.overlong_factor
+            )
+        score_B = shaping.clip_scores(score_B, c.clip_low, c.clip_high)
+        if c.normalize:
+            score_B = shaping.normalize_scores(score_B, self._statistics, counts_B, update=counts_B is not None)
+        return score_B
 
     def state_dict(self) -> dict[str, Any]:
         return {"statistics": self._statistics.state_dict(), "kl": self._kl.state_dict()}

@@ -81,7 +81,7 @@ def _build(cfg: Config, prepared: Prepared, observer: Observer, stack: ExitStack
         note=observer.note,
     )
     stack.callback(engines.shutdown)
-    actor = WorkerGroup(cfg, prepared.models)
+    actor = WorkerGroup(cfg, prepared.models, prepared.model.dims.hidden)
     actor.start()
     with observer.stage("start the trainer"):
         actor.ready()
@@ -108,7 +108,7 @@ def _build(cfg: Config, prepared: Prepared, observer: Observer, stack: ExitStack
         rewards=rewards if isinstance(rollout, Replayed) else Scored(),
         reward_model=reward_model,
         baseline=(
-            GreedyBaseline(engines, rewards, reward_model, cfg.rollout.max_new_tokens)
+            GreedyBaseline(engines, rewards, reward_model, cfg.rollout)
             if "baseline_B" in advantage.required(cfg.algorithm.advantage)
             else NoBaseline()
         ),
@@ -154,12 +154,8 @@ def _loop(cfg: Config, trainer: Trainer, evaluation: Evaluation, observer: Obser
         batch, metrics = trainer.step(number)
         with observer.stage("log"):
             observer.step(number, metrics, batch)
-            for role in ("actor", "critic"):
-                if metrics.get(f"{role}/applied", 1.0) < 1:
-                    observer.note(
-                        f"step {number}: a gradient of the {role} was not finite; it was not applied and nothing was "
-                        "learned from it"
-                    )
+            for note in trainer.skipped(number, metrics):
+                observer.note(note)
         evaluate(number)
 
 

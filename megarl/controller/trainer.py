@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from megarl.batch import Batch
@@ -58,3 +58,14 @@ class Trainer:
         with self.stage("reshard"):
             report = self.sync.push(number)
         return batch, self.metrics.of(batch, updates, report, self.stage.collect())
+
+    def skipped(self, number: int, metrics: Mapping[str, float]) -> Iterator[str]:
+        """A sentence for each role whose gradient was not finite, so that nothing was learned from it."""
+        for role, problems in self.actor.actor.offending.items():
+            if count := metrics.get(f"{role}/skipped", 0):
+                names = list(dict.fromkeys(problems))
+                named = f" (samples of {', '.join(names[:5])}{' …' if len(names) > 5 else ''})" if names else ""
+                yield (
+                    f"step {number}: {count:.0f} update{'s' if count > 1 else ''} of the {role} left out, whose gradient was not "
+                    f"finite{named}; nothing was learned from it"
+                )

@@ -13,22 +13,25 @@ from megarl import cpu
 from megarl.algorithms import Objective, denominators
 from megarl.algorithms.value_loss import ValueObjective
 from megarl.batch import Batch, Level
-from megarl.batch.packing import prompt_runs
-from megarl.batch.plan import balance
+from megarl.batch.packing import shares
 from megarl.config import Config
 from megarl.controller.calls import wait_for
+from megarl.errors import RunError
 from megarl.reshard.bucket import BucketSpec
 from megarl.roles.models import Models
 from megarl.roles.worker import Worker
 
 _NAME = "trainer rank"
+_ROLES = {"update": "actor", "update_critic": "critic"}
 
 
 class WorkerGroup:
     """The actor and the recipe's other roles, on `actor.parallel.ranks` processes."""
 
-    def __init__(self, config: Config, models: Models):
+    def __init__(self, config: Config, models: Models, hidden: int):
+        """`hidden`: the size of the actor's hidden states; what attention costs beside the rest of a layer follows from it."""
         self.config = config
+        self._pair_cost = 1 / (6 * hidden)  # multiplications: 4 hidden for a pair of rows, 24 hidden² for a row
         parallel = config.actor.parallel
         self.data_size = parallel.data
         self._timeout = config.cluster.worker_timeout
@@ -41,6 +44,8 @@ class WorkerGroup:
         self._objective = Objective.from_config(config.algorithm)
         self._value_objective = ValueObjective.from_config(config.critic) if config.critic is not None else None
         self._pending: list[Any] = []
+        # By role: problems whose samples had a gradient that is not finite, in the updates of the last step.
+        self.offending: dict[str, list[str]] = {}
         self.places: list[dict[str, Any]] = []
 
     def start(self) -> None:
@@ -72,7 +77,7 @@ class WorkerGroup:
     def update(self, batch: Batch) -> dict[str, float]:
         """The optimizer steps of one step of training: `epochs` passes over `mini_batches` parts of the batch.
 
-        Metrics of the step: means over its updates, maxima over them.
+        Metrics of the step: means over its updates, maxima over them, `skipped`: the updates that were not applied.
         """
         return self._updates("update", "update", self._prepared, batch, self._objective.reads)
 
@@ -99,7 +104,8 @@ class WorkerGroup:
     ) -> dict[str, float]:
         """Epochs over mini-batches of a method of the ranks; `prepare` sees each mini-batch whole."""
         a = self.config.algorithm
-        needed = batch.select(["tokens", *(name for name in reads if name in batch)])
+        needed = batch.select(["tokens", "uid", *(name for name in reads if name in batch)])
+        self.offending[_ROLES[method]] = []
         results = [
             self._one_update(method, what, prepare(part))
             for _ in range(a.epochs)
@@ -109,17 +115,21 @@ class WorkerGroup:
         for key in results[0]:
             values = [r[key] for r in results]
             merged[key] = max(values) if key.endswith("_max") else sum(values) / len(values)
-        return merged
+        return merged | {"skipped": sum(1 - r["applied"] for r in results)}
 
     def _prepared(self, part: Batch) -> Batch:
         """With what the policy loss must know of a whole mini-batch."""
         data = {name: part.padded(name) for name in part.names if part.level(name) is Level.RESPONSE}
-        for name, values_BT in self._objective.prepare(data).items():
+        try:
+            made = self._objective.prepare(data)
+        except (RuntimeError, ValueError) as error:  # the loss may be the user's own
+            raise RunError(" ".join(str(error).split())) from error
+        for name, values_BT in made.items():
             part = part.set(name, part.unpad(values_BT), Level.RESPONSE)
         return part
 
     def _one_update(self, method: str, what: str, part: Batch) -> dict[str, float]:
-        shards, _ = self._shards(part)
+        shards, order = self._shards(part.pop(["uid"]))
         totals = denominators(part.padded("loss_mask"), max_length=self.config.rollout.max_new_tokens)
         references = [ray.put(shard) for shard in shards]
         calls = [
@@ -133,6 +143,11 @@ class WorkerGroup:
             values = [a[key] for a in primaries if key in a]
             kind, name = key.split("/", 1)
             metrics[name] = max(values) if kind == "max" else sum(values)
+        starts = [sum(map(len, shards[:number])) for number in range(len(shards))]
+        for answer, place in zip(answers, self.places, strict=True):
+            if place["primary"]:
+                rows = [int(order[starts[place["data"]] + at]) for at in answer["offending"]]
+                self.offending[_ROLES[method]] += [part["uid"][row] for row in rows]
         return metrics
 
     def forward(self, method: str, what: str, batch: Batch) -> Batch:
@@ -152,13 +167,12 @@ class WorkerGroup:
         return joined.take(torch.argsort(order))
 
     def _shards(self, batch: Batch) -> tuple[list[Batch], torch.Tensor]:
-        """One part a data-parallel rank, of like cost, samples of a prompt together; and the order they lie in."""
-        lengths = batch.total_lengths.tolist()
-        runs = prompt_runs(batch)
-        if len(runs) < self.data_size:
-            runs = [[i] for i in range(len(batch))]
-        parts = balance([sum(lengths[i] for i in run) for run in runs], self.data_size)
-        indices = [torch.tensor([i for r in part for i in runs[r]], dtype=torch.long) for part in parts]
+        """One part a data-parallel rank, of like cost, samples of a prompt together where that is even; and the order they
+        lie in."""
+        actor = self.config.actor
+        whole = actor.share_prompts is not False and actor.parallel.context == 1
+        parts = shares(batch, self.data_size, pair_cost=self._pair_cost, share_prompts=whole)
+        indices = [torch.tensor(part, dtype=torch.long) for part in parts]
         return [batch.take(i) for i in indices], torch.cat(indices)
 
     def _all(self, method: str, what: str, *arguments: Any) -> list[Any]:

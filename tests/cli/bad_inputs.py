@@ -64,6 +64,43 @@ CASES = {
         "algorithm.advantage_options.normalize_std=false",
         said="algorithm.advantage_options.normalize_std is a setting of its own; write algorithm.normalize_std=False",
     ),
+    "values of options": bad(
+        "algorithm.advantage=gpg",
+        "algorithm.advantage_options.scale=bla",
+        "algorithm.policy_loss=clip_cov",
+        "algorithm.policy_loss_options.cov_ratio=abc",
+        said=("algorithm.advantage=gpg, tried on made-up samples: ", "policy_loss"),
+    ),
+    "more tries than samples": bad(
+        "algorithm.advantage=grpo_passk",
+        "algorithm.advantage_options.k=100",
+        said="algorithm.advantage=grpo_passk, tried on made-up samples: the advantage estimator 'grpo_passk' failed: ValueError",
+    ),
+    "settings without effect": bad(
+        "algorithm.gamma=0.9",
+        "algorithm.policy_loss=reinforce",
+        "algorithm.clip_high=0.3",
+        said=(
+            "algorithm.gamma=0.9 means nothing to algorithm.advantage=grpo",
+            "algorithm.clip_high=0.3 means nothing to algorithm.policy_loss=reinforce",
+        ),
+    ),
+    "shaping of parts": bad(
+        "algorithm.advantage=gdpo",
+        "algorithm.shaping.normalize=true",
+        said="algorithm.advantage=gdpo takes the parts of the reward as they are",
+    ),
+    "weights without weights": bad(
+        "algorithm.correction.normalize=true", said="algorithm.correction.level=none has none"
+    ),
+    "not finite": bad(
+        "algorithm.shaping.clip_high=.inf",
+        "algorithm.clip_high=.inf",
+        said=(
+            "algorithm.shaping.clip_high is inf; it must be a finite number",
+            "algorithm.clip_high is inf; it must be a finite number above 0",
+        ),
+    ),
     "estimator without its data": bad(
         "algorithm.advantage=gae", said="algorithm.advantage=gae needs the values of a critic"
     ),
@@ -157,7 +194,7 @@ CASES = {
     "frozen parameters that are not there": bad(
         "actor.optimizer.frozen=[model.layer.0.*]", said="actor.optimizer.frozen"
     ),
-    "not a number": bad("actor.optimizer.lr=.nan", said="actor.optimizer.lr is nan; it must be at least 0"),
+    "not a number": bad("actor.optimizer.lr=.nan", said="actor.optimizer.lr is nan; it must be a finite number at least 0"),
     "tensor parallel and KV heads": bad(
         "actor.parallel.tensor=3",
         "actor.parallel.ranks=3",

@@ -38,6 +38,18 @@ def wrong_shape(reward_BT):
     return Advantage(reward_BT[:1], reward_BT)
 
 
+def lists(reward_BT):
+    return Advantage([1.0], [2.0])
+
+
+def half(reward_BT):
+    return Advantage(reward_BT, None)
+
+
+def asks(reward_BT, reward_parts_BK):
+    return Advantage(reward_BT, reward_BT)
+
+
 def not_finite(reward_BT):
     return Advantage(reward_BT * float("nan"), reward_BT)
 
@@ -53,8 +65,11 @@ def junk_where_masked(reward_BT, mask_BT):
         ("raises", "failed: KeyError: 'two\\nlines'"),
         ("leaves", "failed: SystemExit: 0"),
         ("nothing", "must return an Advantage, not NoneType"),
-        ("wrong_shape", "gave a shape of (1, 3), not (3, 3)"),
-        ("not_finite", "gave a value that is not a finite number"),
+        ("wrong_shape", "gave advantages_BT of a shape of (1, 3), not (3, 3)"),
+        ("not_finite", "gave advantages_BT with a value that is not a finite number"),
+        ("lists", "gave a list as advantages_BT, not a tensor"),
+        ("half", "gave a NoneType as returns_BT, not a tensor"),
+        ("asks", "needs reward_parts_BK, and the reward function answered one number and no named parts"),
     ],
 )
 def test_a_bad_estimator_stops_the_run(name: str, said: str) -> None:

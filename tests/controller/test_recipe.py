@@ -40,6 +40,7 @@ def rollout(rewards: list[float] | None = None) -> Batch:
     batch = batch.set("entropy", torch.rand(size, generator=generator), Level.RESPONSE)
     batch = batch.set("sum_p2", torch.rand(size, generator=generator), Level.RESPONSE)
     batch = batch.set("baseline", torch.full((12,), 0.5), Level.SAMPLE)
+    batch = batch.set("baseline_lengths", torch.full((12,), LONGEST - 1), Level.SAMPLE)
     return batch.set("reward_parts", torch.rand(12, 2, generator=generator), Level.SAMPLE)
 
 
@@ -75,6 +76,19 @@ def test_shaping_acts_in_the_order_of_the_field_and_leaves_the_raw_reward() -> N
     last = [int(row.nonzero()[-1]) for row in batch.padded("loss_mask") if row.any()]
     given = [int(row.nonzero()[-1]) for row in shaped.padded("token_rewards") if row.any()]
     assert given == last
+
+
+def test_what_is_done_to_a_score_is_done_to_the_greedy_baseline() -> None:
+    shaping = Shaping(ShapingConfig(overlong_buffer=3, clip_low=0.3, normalize=True), LONGEST)
+    scores = [float(at) for at in range(12)]
+    batch = rollout(scores)
+    shaped = shaping(batch)
+    assert len(set(shaped["baseline"].tolist())) == 1
+    penalty = [max(0, min(1, (length - 3) / 3)) for length in batch.response_lengths.tolist()]
+    moved = [max(0.3, score - less) for score, less in zip(scores, penalty, strict=True)]
+    counted = [score for score, row in zip(moved, batch.padded("loss_mask"), strict=True) if row.any()]
+    wanted = (max(0.3, 0.5 - 2 / 3) - np.mean(counted)) / np.std(counted, ddof=1)
+    assert float(shaped["baseline"][0]) == pytest.approx(wanted, rel=1e-5)
 
 
 def test_kl_is_taken_off_every_token_and_its_coefficient_follows_the_target() -> None:
