@@ -194,7 +194,9 @@ CASES = {
     "frozen parameters that are not there": bad(
         "actor.optimizer.frozen=[model.layer.0.*]", said="actor.optimizer.frozen"
     ),
-    "not a number": bad("actor.optimizer.lr=.nan", said="actor.optimizer.lr is nan; it must be a finite number at least 0"),
+    "not a number": bad(
+        "actor.optimizer.lr=.nan", said="actor.optimizer.lr is nan; it must be a finite number at least 0"
+    ),
     "tensor parallel and KV heads": bad(
         "actor.parallel.tensor=3",
         "actor.parallel.ranks=3",
