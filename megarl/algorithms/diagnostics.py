@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from megarl.algorithms.checks import check_shapes
 from megarl.algorithms.masking import LOG_RATIO_LIMIT, as_mask, keep
 from megarl.algorithms.rollout_correction import checked_log_ratio
 
@@ -29,10 +30,8 @@ def off_policy_diagnostics(log_probs_BT: Tensor, behaviour_log_probs_BT: Tensor,
         pearson                   correlation of p and q; where one of them does not vary, 1 if they are equal and 0 if not
     Nothing unmasked: what two equal policies would have. ValueError on shapes that differ, and on a ratio that is not a number.
     """
+    check_shapes(mask_BT=mask_BT, log_probs_BT=log_probs_BT, behaviour_log_probs_BT=behaviour_log_probs_BT)
     mask_BT = as_mask(mask_BT)
-    for name, values_BT in (("log_probs_BT", log_probs_BT), ("behaviour_log_probs_BT", behaviour_log_probs_BT)):
-        if values_BT.shape != mask_BT.shape:
-            raise ValueError(f"{name} is {tuple(values_BT.shape)}, the mask is {tuple(mask_BT.shape)}")
     drift_BT = checked_log_ratio(
         log_probs_BT, behaviour_log_probs_BT, mask_BT, "log_probs_BT", "behaviour_log_probs_BT"
     )

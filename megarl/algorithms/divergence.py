@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megarl.algorithms.checks import check_number, check_shapes
 from megarl.algorithms.masking import as_mask, log_ratio, working
 
 K3_LIMIT = 10.0  # k3 grows like exp(d): one token that the policy has all but given up must not own the loss
@@ -31,18 +32,24 @@ KL_ESTIMATORS = (*_PLAIN, *(f"{name}+" for name in _PLAIN))
 DIRECTIONS = ("reverse", "forward")
 
 
+def check_estimator(estimator: str) -> None:
+    """ValueError on what is none of KL_ESTIMATORS."""
+    if estimator not in KL_ESTIMATORS:
+        hint = "; 'full' is from logits: full_kl" if estimator in ("full", "full+") else ""
+        raise ValueError(f"no KL estimator {estimator!r}; there are {', '.join(KL_ESTIMATORS)}{hint}")
+
+
 def kl(log_probs_BT: Tensor, ref_log_probs_BT: Tensor, mask_BT: Tensor, estimator: str = "k3") -> Tensor:
     """(B, T), 0 where masked, with d = log pi_ref - log pi within ±20 (http://joschu.net/blog/kl-approx.html):
 
     k1 ("kl") -d, unbiased; k2 ("mse") d^2 / 2; k3 ("low_var_kl") exp(d) - d - 1, never negative, at most 10; abs |d|.
     With a "+" (k1+, k3+, ...): that value with the gradient of k2, the only one of them whose expected gradient, over
-    samples of pi, is the gradient of the KL (arXiv:2506.09477). ValueError on another estimator.
+    samples of pi, is the gradient of the KL (arXiv:2506.09477). ValueError on another estimator, and on shapes that differ.
     """
+    check_estimator(estimator)
+    check_shapes(mask_BT=mask_BT, log_probs_BT=log_probs_BT, ref_log_probs_BT=ref_log_probs_BT)
     plain = estimator.removesuffix("+")
     name = _ALIASES.get(plain, plain)
-    if estimator not in KL_ESTIMATORS:
-        hint = "; 'full' is from logits: full_kl" if plain == "full" else ""
-        raise ValueError(f"no KL estimator {estimator!r}; there are {', '.join(KL_ESTIMATORS)}{hint}")
     d_BT = log_ratio(ref_log_probs_BT, log_probs_BT, mask_BT)
     if plain == estimator or name == "k2":
         return _ESTIMATORS[name](d_BT)
@@ -64,16 +71,17 @@ def full_kl(
     "forward": KL(q || p) = sum_v q (log q - log p), with d/dz = (p - q) / temperature. The reference has no gradient.
 
     For a chunk of N tokens: it holds a few tensors of the chunk's size while it runs and keeps none, so a caller that makes
-    the logits of one chunk at a time never has more. A log-prob counts as -1e4 at least. 0 where masked. ValueError on
-    another direction, a temperature that is not above 0, or shapes that differ.
+    the logits of one chunk at a time never has more. A log-prob counts as -1e4 at least. 0 where masked. Logits that are no
+    distribution (NaN, +inf, a row of -inf alone) give NaN, which nothing hides. ValueError on another direction, a temperature
+    that is not above 0, or shapes that differ.
     """
     if direction not in DIRECTIONS:
         raise ValueError(f"direction is {direction!r}; it may be 'reverse', KL(pi || ref), or 'forward', KL(ref || pi)")
-    if not temperature > 0:
-        raise ValueError(f"temperature is {temperature}; it must be above 0")
+    check_number("temperature", temperature, above=0)
     if logits_NV.dim() != 2 or logits_NV.shape != ref_logits_NV.shape:
         shapes = f"{tuple(logits_NV.shape)} and {tuple(ref_logits_NV.shape)}"
         raise ValueError(f"logits_NV and ref_logits_NV are {shapes}; they must be one (tokens, vocabulary)")
+    check_shapes(logits_NV=logits_NV, mask_N=mask_N)
     values_N: Tensor = _FullKL.apply(logits_NV, ref_logits_NV, temperature, direction, mask_N)
     return values_N
 

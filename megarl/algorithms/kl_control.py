@@ -5,6 +5,10 @@ from __future__ import annotations
 import math
 from typing import Protocol
 
+from megarl.algorithms.checks import check_number
+
+LEAST, MOST = 1e-12, 1e12  # of a coefficient that is steered: beyond these no step would bring it back
+
 
 class KLController(Protocol):
     """`coefficient` is in force until the next `update`; the state is that of a checkpoint."""
@@ -22,7 +26,8 @@ class FixedKL:
     """Always the same coefficient."""
 
     def __init__(self, coefficient: float):
-        self.coefficient = _checked("coefficient", coefficient, least=0.0)
+        check_number("coefficient of the KL controller", coefficient, least=0)
+        self.coefficient = float(coefficient)
 
     def update(self, kl: float, samples: int) -> None:
         pass
@@ -41,27 +46,33 @@ class AdaptiveKL:
 
     target: the KL to hold (nats, in the unit that `update` is given, by token or by sequence).
     horizon: samples in which the coefficient can change by a fifth at most; the paper's gain of 0.1 is a horizon of ten
-    batches. ValueError on values that are not positive.
+    batches. The coefficient stays within 1e-12..1e12. ValueError on values that are not positive.
     """
 
     def __init__(self, coefficient: float, target: float, horizon: float):
-        self.coefficient = _checked("coefficient", coefficient, least=math.ulp(0.0))
-        self.target = _checked("target", target, least=math.ulp(0.0))
-        self.horizon = _checked("horizon", horizon, least=1.0)
+        self.coefficient = _steered(coefficient)
+        check_number("target of the KL controller", target, above=0)
+        check_number("horizon of the KL controller", horizon, least=1)
+        self.target, self.horizon = float(target), float(horizon)
 
     def update(self, kl: float, samples: int) -> None:
-        """After a step of so many samples with this mean KL. ValueError on a KL that is not finite."""
+        """After a step of so many samples with this mean KL. ValueError on a KL that is not finite, and on less than no samples."""
         if not math.isfinite(kl):
             raise ValueError(f"the KL controller was given a KL of {kl}")
+        check_number("samples of the KL controller", samples, least=0)
         error = min(max(kl / self.target - 1, -0.2), 0.2)
         # More samples than the horizon in one step: no more than the whole fifth, and never below 0.
-        self.coefficient *= 1 + error * min(samples / self.horizon, 1.0)
+        moved = self.coefficient * (1 + error * min(samples / self.horizon, 1.0))
+        self.coefficient = min(max(moved, LEAST), MOST)
 
     def state_dict(self) -> dict[str, float]:
         return {"coefficient": self.coefficient}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        self.coefficient = _checked("coefficient", state["coefficient"], least=math.ulp(0.0))
+        """ValueError where the state is not one of `state_dict`."""
+        if "coefficient" not in state:
+            raise ValueError(f"the state of the KL controller is {state}; it must hold its coefficient")
+        self.coefficient = _steered(state["coefficient"])
 
 
 def kl_controller(coefficient: float, target: float | None = None, horizon: float = 10_000) -> KLController:
@@ -69,8 +80,7 @@ def kl_controller(coefficient: float, target: float | None = None, horizon: floa
     return FixedKL(coefficient) if target is None else AdaptiveKL(coefficient, target, horizon)
 
 
-def _checked(name: str, value: float, least: float) -> float:
-    if not (math.isfinite(value) and value >= least):
-        wanted = "not be negative" if least == 0 else f"be at least {least:g}" if least >= 1 else "be above 0"
-        raise ValueError(f"{name} of the KL controller is {value}; it must {wanted}")
-    return float(value)
+def _steered(coefficient: float) -> float:
+    check_number("coefficient of the KL controller", coefficient, above=0)
+    check_number("coefficient of the KL controller", coefficient, least=LEAST, most=MOST)
+    return float(coefficient)

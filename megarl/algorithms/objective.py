@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megarl.algorithms.aggregation import AGGREGATIONS, Denominators, aggregate
+from megarl.algorithms.aggregation import Denominators, aggregate, check_counted, check_mode
 from megarl.algorithms.bits import BitMask
-from megarl.algorithms.divergence import KL_ESTIMATORS, kl
+from megarl.algorithms.checks import check_number
+from megarl.algorithms.divergence import check_estimator, kl
 from megarl.algorithms.masking import as_mask
 from megarl.algorithms.policy_losses import PolicyLoss, policy_loss
 from megarl.algorithms.policy_losses.base import clamped_log_ratio
@@ -46,17 +47,16 @@ class Objective:
     kl_estimator: str = "k3"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.policy_loss_options, Mapping):
+            raise ValueError(f"policy_loss_options is {self.policy_loss_options!r}; it must hold values by name")
         policy_loss.check_options(self.policy_loss, self.policy_loss_options)
-        if self.mode not in AGGREGATIONS:
-            raise ValueError(f"no aggregation {self.mode!r}; there are {', '.join(AGGREGATIONS)}")
-        if self.kl_estimator not in KL_ESTIMATORS:
-            raise ValueError(f"no KL estimator {self.kl_estimator!r}; there are {', '.join(KL_ESTIMATORS)}")
-        if not 0 <= self.clip_low <= 1:
-            raise ValueError(f"clip_low is {self.clip_low}; it must lie in 0..1")
-        if self.clip_high < 0:
-            raise ValueError(f"clip_high is {self.clip_high}; it must not be negative")
-        if self.clip_dual is not None and self.clip_dual <= 1:
-            raise ValueError(f"clip_dual is {self.clip_dual}; it must be above 1, or none")
+        check_mode(self.mode)
+        check_estimator(self.kl_estimator)
+        check_number("clip_low", self.clip_low, least=0, most=1)
+        check_number("clip_high", self.clip_high, least=0)
+        check_number("clip_dual", self.clip_dual, above=1, none=True)
+        check_number("entropy_coefficient", self.entropy_coefficient, least=0)
+        check_number("kl_coefficient", self.kl_coefficient, least=0)
 
     @classmethod
     def from_config(cls, algorithm: Any) -> Objective:
@@ -69,7 +69,7 @@ class Objective:
     @property
     def mode(self) -> str:
         """How losses are aggregated."""
-        return self.aggregation or policy_loss.traits(self.policy_loss).aggregation
+        return policy_loss.traits(self.policy_loss).aggregation if self.aggregation is None else self.aggregation
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -100,11 +100,14 @@ class Objective:
         mask = BitMask(field_of(data, "loss_mask"))
         mask_BT = mask.bool_BT
         given = {f"{name}_BT": field_of(data, name, mask_BT) for name in ("old_log_probs", "advantages")}
-        offered = (given if traits.masked else {k: mask(v) for k, v in given.items()}) | {"mask_BT": mask_BT}
+        offered = given | {"mask_BT": mask_BT}
+        if not traits.masked:
+            offered = {k: mask(v) for k, v in given.items()} | {"mask_BT": mask_BT.clone()}
         with torch.no_grad():
             made = self._call(traits.prepare, offered)
         for name in traits.makes:
-            if name not in made or made[name].shape != mask_BT.shape:
+            values = made.get(name) if isinstance(made, Mapping) else None
+            if not isinstance(values, Tensor) or values.shape != mask_BT.shape:
                 raise ValueError(
                     f"policy loss {self.policy_loss!r}: prepare must make {name} of {tuple(mask_BT.shape)}"
                 )
@@ -118,6 +121,9 @@ class Objective:
         made; rollout_log_probs where the loss looks at them; correction_weights (no gradient) multiply the policy loss.
         """
         mask = BitMask(field_of(data, "loss_mask", log_probs_BT))
+        if entropy_BT is not None:
+            field_of({"entropy": entropy_BT}, "entropy", log_probs_BT)
+        check_counted(denominators, mask.bool_BT)
         policy = self._policy_loss(log_probs_BT, entropy_BT, data, mask)
 
         def share(values_BT: Tensor, mode: str = self.mode) -> Tensor:
@@ -170,17 +176,32 @@ class Objective:
         masked = policy_loss.traits(self.policy_loss).masked
         if not masked:  # for the sake of losses that users write: junk must not reach their values and gradients either
             given = {name: mask(values_BT) for name, values_BT in given.items()}
-        given |= {f"{name}_BT": field_of(data, name, log_probs_BT) for name in self._made}
-        result = self._call(policy_loss.get(self.policy_loss), given | {"mask_BT": mask.bool_BT})
-        if not isinstance(result, PolicyLoss):
-            raise TypeError(f"policy loss {self.policy_loss!r} must return a PolicyLoss, not {type(result).__name__}")
-        for name, values in result._asdict().items():
-            if values is not None and values.shape != log_probs_BT.shape:  # it might broadcast to something, silently
-                wanted = f"{tuple(log_probs_BT.shape)}, not {tuple(values.shape)}"
-                raise ValueError(f"policy loss {self.policy_loss!r}: {name} must be of shape {wanted}")
+        rest = {f"{name}_BT": field_of(data, name, log_probs_BT) for name in self._made} | {"mask_BT": mask.bool_BT}
+        if not masked:  # what it does to them must not reach the metrics, nor the next update
+            rest = {name: values_BT.clone() for name, values_BT in rest.items()}
+        result = self._call(policy_loss.get(self.policy_loss), given | rest)
+        self._check_result(result, log_probs_BT)
         if masked:
             return result
         return result._replace(loss_BT=mask(result.loss_BT), log_ratio_BT=None)
+
+    def _check_result(self, result: Any, log_probs_BT: Tensor) -> None:
+        """TypeError or ValueError that names the loss and the field: what is wrong would show far from here, or not at all."""
+        what = f"policy loss {self.policy_loss!r}"
+        if not isinstance(result, PolicyLoss):
+            raise TypeError(f"{what} must return a PolicyLoss, not {type(result).__name__}")
+        for name, values in result._asdict().items():
+            if values is None and name != "loss_BT":
+                continue
+            if not isinstance(values, Tensor):
+                raise TypeError(f"{what}: {name} must be a tensor, not {type(values).__name__}")
+            if values.shape != log_probs_BT.shape:  # it might broadcast to something, silently
+                wanted = f"{tuple(log_probs_BT.shape)}, not {tuple(values.shape)}"
+                raise ValueError(f"{what}: {name} must be of shape {wanted}")
+        if log_probs_BT.requires_grad and torch.is_grad_enabled() and not result.loss_BT.requires_grad:
+            raise ValueError(
+                f"{what}: loss_BT has no gradient; it must be computed from log_probs_BT without detaching it"
+            )
 
     def _call(self, function: Any, offered: Mapping[str, Any]) -> Any:
         """With the settings and those of the options that it takes: a loss and its `prepare` may share them out."""

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megarl.algorithms.checks import check_choice, check_flag, check_number, check_shapes, is_number
 from megarl.algorithms.masking import LOG_RATIO_LIMIT, as_mask, log_ratio, working
 
 LEVELS = ("none", "token", "sequence", "geometric")
@@ -65,12 +66,11 @@ class CorrectionSettings:
 
     def __post_init__(self) -> None:
         for name, choices in (("level", LEVELS), ("outside", OUTSIDE)):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it may be {', '.join(choices)}")
-        if self.upper is not None and not (_is_number(self.upper) and self.upper > 0):
-            raise ValueError(f"upper is {self.upper!r}; it must be a number above 0, or none")
-        if self.lower is not None and not (_is_number(self.lower) and self.lower >= 0):
-            raise ValueError(f"lower is {self.lower!r}; it must be a number that is not negative, or none")
+            check_choice(name, getattr(self, name), choices)
+        for name in ("bypass", "normalize"):
+            check_flag(name, getattr(self, name))
+        check_number("upper", self.upper, above=0, none=True)
+        check_number("lower", self.lower, least=0, none=True)
         if self.upper is not None and self.lower is not None and self.lower > self.upper:
             raise ValueError(f"lower is {self.lower} and upper is {self.upper}; lower must not be above upper")
         if not isinstance(self.rejection, Mapping):
@@ -110,7 +110,8 @@ def correct(
         weight_mean, weight_min, weight_max: over the tokens kept, before normalising; weight_scale: what they are divided by
         effective_sample_size: (sum w)^2 / (n sum w^2), with n of before rejection; by sequence at the levels of sequences
     """
-    mask_BT = as_mask(mask_BT)
+    check_shapes(mask_BT=mask_BT, rollout_log_probs_BT=rollout_log_probs_BT, old_log_probs_BT=old_log_probs_BT)
+    given_BT, mask_BT = mask_BT, as_mask(mask_BT)
     drift_BT = _drift(old_log_probs_BT, rollout_log_probs_BT, mask_BT, settings.bypass)
     tokens_B = mask_BT.sum(-1)
     kept_BT = mask_BT
@@ -130,6 +131,8 @@ def correct(
     else:
         kept_BT = kept_BT & ~outside_BT
     weights_BT = torch.where(kept_BT, weights_BT, 0.0)
+    if kept_BT is given_BT:  # the caller may go on to change either
+        kept_BT = kept_BT.clone()
 
     count = kept_BT.sum()
     mean = weights_BT.sum() / count.clamp(min=1)
@@ -153,14 +156,10 @@ def correct(
 
 def _drift(old_BT: Tensor | None, rollout_BT: Tensor, mask_BT: Tensor, bypass: bool) -> Tensor:
     """(B, T) log r within ±20, 0 where masked."""
-    if rollout_BT.shape != mask_BT.shape:
-        raise ValueError(f"rollout_log_probs_BT is {tuple(rollout_BT.shape)}, the mask is {tuple(mask_BT.shape)}")
     if bypass:
         return torch.zeros_like(working(rollout_BT))
     if old_BT is None:
         raise ValueError("old_log_probs_BT is needed unless bypass is set")
-    if old_BT.shape != mask_BT.shape:
-        raise ValueError(f"old_log_probs_BT is {tuple(old_BT.shape)}, the mask is {tuple(mask_BT.shape)}")
     return checked_log_ratio(old_BT, rollout_BT, mask_BT, "old_log_probs_BT", "rollout_log_probs_BT")
 
 
@@ -216,7 +215,7 @@ def _bounds(name: str, bound: Any) -> Bounds:
         hint = f"; did you mean {near[0]!r}?" if near else "."
         raise ValueError(f"no rejection by {name!r}{hint} There are {', '.join(REJECTIONS)}")
     pair = list(bound) if isinstance(bound, Sequence) and not isinstance(bound, str) else [None, bound]
-    if len(pair) != 2 or not all(side is None or _is_number(side) for side in pair) or pair == [None, None]:
+    if len(pair) != 2 or not all(side is None or is_number(side) for side in pair) or pair == [None, None]:
         raise ValueError(f"rejection {name} is {bound!r}; it must be an upper bound, or a lower and an upper one")
     lower, upper = (-math.inf if pair[0] is None else pair[0]), (math.inf if pair[1] is None else pair[1])
     if lower > upper:
@@ -226,10 +225,6 @@ def _bounds(name: str, bound: Any) -> Bounds:
     if name.endswith("_ratio"):
         return tuple(math.log(side) if side > 0 else -math.inf for side in (lower, upper))  # type: ignore[return-value]
     return lower, upper
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _share(part: Tensor, whole: Tensor) -> Tensor:

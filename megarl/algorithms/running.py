@@ -7,6 +7,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from megarl.algorithms.checks import is_number
+
 
 class RunningStatistics:
     """Count, mean and sum of squared distances of all values so far, in float64, by the pairwise update of Chan, Golub and LeVeque
@@ -33,7 +35,8 @@ class RunningStatistics:
         return math.sqrt(self.variance)
 
     def update(self, values: Tensor) -> None:
-        """Add all values of a tensor of any shape. ValueError on one that is not finite: it would never leave again."""
+        """Add all values of a tensor of any shape. ValueError on one that is not finite, or too large to square:
+        it would never leave again."""
         if not values.numel():
             return
         values = values.detach().cpu().double().flatten()
@@ -51,7 +54,7 @@ class RunningStatistics:
         self._add(len(values), float(least + mean_above), float(squares))
 
     def merge(self, other: RunningStatistics) -> None:
-        """Add what another has seen, on another rank for instance; `other` stays as it is."""
+        """Add what another has seen, on another rank for instance; `other` stays as it is. ValueError as in `update`."""
         self._add(other.count, other.mean, other._squares)
 
     def state_dict(self) -> dict[str, float]:
@@ -60,16 +63,23 @@ class RunningStatistics:
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """ValueError where the state is not one of `state_dict`."""
-        if set(state) != {"count", "mean", "squares"} or state["count"] < 0:
-            raise ValueError(f"running statistics are count, mean and squares, not {dict(state)}")
-        self.count, self.mean, self._squares = int(state["count"]), float(state["mean"]), float(state["squares"])
+        if not isinstance(state, Mapping) or set(state) != {"count", "mean", "squares"}:
+            raise ValueError(f"running statistics are count, mean and squares, not {state!r}")
+        count, mean, squares = (state[name] for name in ("count", "mean", "squares"))
+        possible = all(map(is_number, (count, mean, squares))) and count == int(count) >= 0 and squares >= 0
+        if not possible or (squares and count < 2) or (mean and not count):
+            raise ValueError(f"running statistics cannot be {dict(state)}: no stream of finite numbers has these")
+        self.count, self.mean, self._squares = int(count), float(mean), float(squares)
 
     def _add(self, count: int, mean: float, squares: float) -> None:
         if not count:
             return
         total = self.count + count
         distance = mean - self.mean
-        self._squares += squares + distance * distance * self.count * count / total
+        squares = self._squares + squares + distance * distance * self.count * count / total
+        if not math.isfinite(squares):
+            raise ValueError(f"values about {mean} are too far apart for running statistics: their squares overflow")
+        self._squares = squares
         # Written so that the larger side moves least and the first update gives the mean itself.
         self.mean = self.mean + distance * count / total if self.count else mean
         self.count = total

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megarl.algorithms.aggregation import AGGREGATIONS, Denominators, aggregate
+from megarl.algorithms.aggregation import Denominators, aggregate, check_counted, check_mode
 from megarl.algorithms.bits import keep
+from megarl.algorithms.checks import check_number, check_shapes
 from megarl.algorithms.masking import as_mask
 from megarl.algorithms.objective import ObjectiveResult, field_of, maximum
 
@@ -28,9 +29,12 @@ def value_loss(
     """L = 1/2 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) (arXiv:1506.02438 for R, arXiv:2005.12729 for the clip).
 
     The worse of the two: a value that ran away from V_old in the right direction has no gradient, one that ran in the wrong
-    direction has the whole. clip None: 1/2 (V - R)^2.
+    direction has the whole. clip None: 1/2 (V - R)^2. Values alone have a gradient. ValueError on shapes that differ, and on
+    a clip that is not above 0.
     """
-    values_BT, returns_BT = keep(values_BT, mask_BT), keep(returns_BT, mask_BT)
+    check_shapes(mask_BT=mask_BT, values_BT=values_BT, old_values_BT=old_values_BT, returns_BT=returns_BT)
+    check_number("clip", clip, above=0, none=True)
+    values_BT, returns_BT = keep(values_BT, mask_BT), keep(returns_BT.detach(), mask_BT)
     error_BT = values_BT - returns_BT
     if clip is None:
         return ValueLoss(error_BT.square() / 2, torch.zeros_like(as_mask(mask_BT)))
@@ -49,10 +53,8 @@ class ValueObjective:
     value_aggregation: str = "token_mean"
 
     def __post_init__(self) -> None:
-        if self.value_aggregation not in AGGREGATIONS:
-            raise ValueError(f"no aggregation {self.value_aggregation!r}; there are {', '.join(AGGREGATIONS)}")
-        if self.value_clip is not None and self.value_clip <= 0:
-            raise ValueError(f"value_clip is {self.value_clip}; it must be above 0, or none")
+        check_mode(self.value_aggregation)
+        check_number("value_clip", self.value_clip, above=0, none=True)
 
     @classmethod
     def from_config(cls, section: Any) -> ValueObjective:
@@ -73,6 +75,7 @@ class ValueObjective:
         sums: value_loss as in the loss; value_clip_fraction, value_mean, value_error_square by token. maxima: value_error_max.
         """
         mask_BT = as_mask(field_of(data, "loss_mask", values_BT))
+        check_counted(denominators, mask_BT)
         returns_BT = field_of(data, "returns", values_BT)
         result = value_loss(values_BT, field_of(data, "values", values_BT), returns_BT, mask_BT, clip=self.value_clip)
         loss = aggregate(result.loss_BT, mask_BT, self.value_aggregation) / denominators.of(self.value_aggregation)
@@ -81,7 +84,7 @@ class ValueObjective:
             return aggregate(x_BT, mask_BT, "token_mean") / denominators.of("token_mean")
 
         now_BT = keep(values_BT.detach(), mask_BT)
-        error_BT = now_BT - keep(returns_BT, mask_BT)
+        error_BT = now_BT - keep(returns_BT.detach(), mask_BT)
         sums = {
             "value_loss": loss.detach(),
             "value_clip_fraction": by_token(result.clipped_BT),

@@ -104,7 +104,13 @@ def test_full_kl_keeps_nothing_but_its_inputs() -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"direction": "up"}, "direction is 'up'"), ({"temperature": 0.0}, "temperature is 0.0; it must be above 0")],
+    [
+        ({"direction": "up"}, "direction is 'up'"),
+        ({"temperature": 0.0}, "temperature is 0.0; it must be above 0"),
+        ({"temperature": "1"}, "temperature is '1'"),
+        ({"temperature": math.inf}, "temperature is inf"),
+        ({"mask_N": torch.ones(1, 1)}, r"mask_N is \(1, 1\), logits_NV is \(1, 2\); it must be \(1,\)"),
+    ],
 )
 def test_full_kl_refuses(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -142,8 +148,11 @@ def test_the_fixed_controller_and_the_choice() -> None:
     assert isinstance(fixed, FixedKL) and fixed.coefficient == 0.3 and fixed.state_dict() == {"coefficient": 0.3}
     assert isinstance(kl_controller(0.3, target=1.0), AdaptiveKL)
     for arguments, message in [
-        ((-0.1,), "coefficient of the KL controller is -0.1; it must not be negative"),
+        ((-0.1,), "coefficient of the KL controller is -0.1; it must be at least 0"),
         ((0.0, 1.0), "coefficient of the KL controller is 0.0; it must be above 0"),
+        ((1e-13, 1.0), "coefficient of the KL controller is 1e-13; it must be at least 1e-12 and at most 1e"),
+        (("0.1",), "coefficient of the KL controller is '0.1'; it must be a finite number at least 0"),
+        ((0.1, 1.0, math.inf), "horizon of the KL controller is inf"),
         ((0.1, 0.0), "target of the KL controller is 0.0; it must be above 0"),
         ((0.1, 1.0, 0.5), "horizon of the KL controller is 0.5; it must be at least 1"),
     ]:
@@ -151,3 +160,32 @@ def test_the_fixed_controller_and_the_choice() -> None:
             kl_controller(*arguments)
     with pytest.raises(ValueError, match="given a KL of nan"):
         AdaptiveKL(0.1, 1.0, 10).update(math.nan, 1)
+    with pytest.raises(ValueError, match="samples of the KL controller is -1; it must be at least 0"):
+        AdaptiveKL(0.1, 1.0, 10).update(2.0, -1)
+    for state, message in (({}, "the state of the KL controller is {}"), ({"coefficient": math.nan}, "is nan")):
+        with pytest.raises(ValueError, match=message):
+            AdaptiveKL(0.1, 1.0, 10).load_state_dict(state)
+
+
+def test_a_steered_coefficient_always_comes_back() -> None:
+    """Thousands of steps on one side: it neither overflows nor sinks to where a fifth more rounds to the same."""
+    controller = AdaptiveKL(0.1, target=1.0, horizon=1)
+    for kl_value, end in ((100.0, 1e12), (0.0, 1e-12)):
+        for _ in range(5000):
+            controller.update(kl_value, samples=1)
+        assert controller.coefficient == end
+        controller.update(1.1, samples=1)
+        assert controller.coefficient == pytest.approx(min(end * 1.1, 1e12))
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_what_is_no_distribution_is_not_hidden(direction: str) -> None:
+    logits = torch.tensor([[math.inf, 0.0], [-math.inf, -math.inf], [math.nan, 0.0], [0.0, 0.0]])
+    assert full_kl(logits, torch.zeros(4, 2), direction=direction).isnan().tolist() == [True, True, True, False]
+
+
+def test_a_token_that_the_reference_rules_out_costs_ten_thousand_nats() -> None:
+    ruled_out = torch.tensor([[0.0, -math.inf]], dtype=torch.float64)
+    even = torch.zeros(1, 2, dtype=torch.float64)
+    for value in (full_kl(even, ruled_out), full_kl(ruled_out, even, direction="forward")):
+        assert value.item() == pytest.approx(5000 - math.log(2), rel=1e-12)

@@ -209,8 +209,47 @@ def test_an_unmasked_nan_is_not_hidden(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "options", "message"),
-    [("dro", {"beta": 0}, "beta is 0"), ("sapo", {"tau_negative": -1.0}, "tau_negative -1.0; both must be above 0")],
+    [("dro", {"beta": 0}, "beta is 0"), ("sapo", {"tau_negative": -1.0}, "tau_negative is -1.0; it must be above 0")],
 )
 def test_impossible_options_are_refused(name: str, options: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         evaluate(name, random_case(0).x0, random_case(0), **options)
+
+
+def one_token(name: str, log_prob: float, old: float, advantage: float = 1.0, **more: Any) -> tuple[Any, float]:
+    """Result and gradient of a single token."""
+    x = torch.tensor([[log_prob]], dtype=torch.float64, requires_grad=True)
+    filled = [torch.full_like(x, value).detach() for value in (old, advantage, more.pop("behaviour", old))]
+    result = evaluate(name, x, Case(x, *filled[:2], torch.ones(1, 1), filled[2], torch.zeros(1, 1)), **more)
+    result.loss_BT.sum().backward()
+    assert x.grad is not None
+    return result, x.grad.item()
+
+
+@pytest.mark.parametrize("name", ["reinforce", "gpg", "cispo", "dro", "dppo_tv", "dppo_kl"])
+def test_a_log_prob_counts_as_minus_104_at_least(name: str) -> None:
+    """What float32 holds as a probability, down to e^-104, is taken as it is."""
+    for log_prob, held in ((-80.0, -80.0), (-103.9, -103.9), (-120.0, -104.0), (-1e30, -104.0)):
+        result, slope = one_token(name, log_prob, log_prob)
+        assert result.loss_BT.item() == pytest.approx(-held)
+        if name in ("reinforce", "gpg"):
+            assert slope == (-1.0 if held == log_prob else 0.0)
+
+
+def test_a_behaviour_weight_beyond_the_limit_of_ratios_is_none() -> None:
+    """The limit is no weight: a token that the engine all but ruled out does not take part, cap or no cap."""
+    for behaviour in (-60.0, 60.0):
+        for cap in (None, 1e300):
+            result, slope = one_token("decoupled", -1.0, -1.0, behaviour=behaviour, behaviour_cap=cap)
+            assert result.loss_BT.item() == 0.0 and slope == 0.0
+    result, slope = one_token("decoupled", -1.0, -1.0, behaviour=-11.0)
+    assert slope == pytest.approx(-math.exp(10))
+
+
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
+def test_a_token_outside_the_trust_region_is_not_counted_as_truncated_too(name: str) -> None:
+    inside = {"clip_low": 10.0, "clip_high": 10.0, "truncate": 2.0}
+    result, slope = one_token(name, -0.5, -3.0, **inside)
+    assert result.dual_clipped_BT.item() and not result.clipped_BT.item() and slope == -2.0
+    result, slope = one_token(name, -0.5, -3.0, **inside | {"clip_high": 0.01})
+    assert result.clipped_BT.item() and not result.dual_clipped_BT.item() and slope == 0.0

@@ -228,6 +228,49 @@ def test_tokens_that_are_certain_are_told_apart_by_their_sequences() -> None:
     assert selected.sum() == 48 and len(selected.nonzero()[:, 1].unique()) == 6
 
 
+@pytest.mark.parametrize("name", ["kl_cov", "clip_cov"])
+def test_tokens_of_equal_values_are_told_apart_by_place_and_by_sequence(name: str) -> None:
+    """20 sequences hold 6 tokens each that are equal and have the largest covariance: 50 of them are neither whole sequences
+    nor whole places."""
+    old = torch.zeros(40, 7)
+    old[:, 0] = -torch.rand(40, generator=torch.Generator().manual_seed(0)) - 1  # what tells the sequences apart
+    advantages = torch.where(torch.arange(40)[:, None] < 20, 1.0, -1.0) * (old == 0)
+    data = {"old_log_probs": old, "advantages": advantages, "loss_mask": torch.ones(40, 7)}
+    bounds = {"cov_low": 0.0, "cov_high": 50.0} if name == "clip_cov" else {}
+    selected = Objective(name, {"cov_ratio": 50.5 / 280, **bounds}).prepare(data)["selected"]
+    assert selected.sum() == 50 == selected[:20, 1:].sum()
+    assert len(selected.sum(1).unique()) > 2, "not by whole sequences"
+
+
+@pytest.mark.parametrize("name", ["kl_cov", "clip_cov"])
+def test_padding_on_either_side_and_between_does_not_change_what_is_selected(name: str) -> None:
+    """A place is counted in unmasked tokens."""
+    old = -torch.randint(0, 2, (30, 6), generator=torch.Generator().manual_seed(1)).float()
+    data = {"old_log_probs": old, "advantages": torch.where(torch.arange(30)[:, None] < 15, 1.0, -1.0).expand(30, 6)}
+    data["loss_mask"] = torch.ones(30, 6)
+    bounds = {"cov_low": 0.0, "cov_high": 50.0} if name == "clip_cov" else {}
+    objective = Objective(name, {"cov_ratio": 0.1, **bounds})
+    selected = objective.prepare(data)["selected"]
+    assert 18 <= selected.sum() <= 30
+    for columns in ([3, 4, 5, 6, 7, 8], [0, 1, 2, 5, 6, 9], [0, 1, 2, 3, 4, 5]):
+        wide = {key: torch.full((30, 10), 0.0 if key == "loss_mask" else math.nan) for key in data}
+        for key, values in data.items():
+            wide[key][:, columns] = values
+        assert torch.equal(objective.prepare(wide)["selected"][:, columns], selected)
+
+
+def test_advantages_in_the_thousands_are_told_apart() -> None:
+    """What is not finite counts as a million, so that the means stay finite; what is finite counts as it is."""
+    old = torch.tensor([[-0.2, -0.1, -3.0, -3.0]])
+    data = {"old_log_probs": old, "advantages": torch.tensor([[5e3, 2e3, 0.0, 0.0]]), "loss_mask": torch.ones(1, 4)}
+    assert Objective("kl_cov").prepare(data)["selected"].tolist() == [[True, False, False, False]]
+
+
+def test_what_cannot_be_told_apart_is_selected_together() -> None:
+    data = {name: torch.ones(16, 1) for name in ("old_log_probs", "advantages", "loss_mask")}
+    assert Objective("kl_cov").prepare(data)["selected"].all()
+
+
 def test_what_was_not_prepared_is_missed_by_name() -> None:
     data = random_data(5)
     objective = Objective("clip_cov")
@@ -283,3 +326,19 @@ def test_a_loss_of_ones_own_prepares_and_is_given_entropy(monkeypatch: pytest.Mo
     assert not log_probs.grad[~mask].any()
     with pytest.raises(ValueError, match="`prepare` and the names that it `makes` belong together"):
         policy_loss("half", makes=("x_BT",))(loss)
+
+
+def test_an_undefined_ratio_is_never_hidden() -> None:
+    """-inf less -inf at an unmasked token is NaN in the loss, in the ratio's maximum and in the gradient of that token alone:
+    who takes the step sees it."""
+    log_probs = torch.tensor([[-math.inf, -1.0]], requires_grad=True)
+    data = {
+        "old_log_probs": torch.tensor([[-math.inf, -1.0]]),
+        "advantages": torch.ones(1, 2),
+        "loss_mask": torch.ones(1, 2),
+    }
+    result = Objective()(log_probs, None, data, denominators(torch.ones(1, 2)))
+    result.loss.backward()
+    assert result.loss.isnan() and result.sums["pg_loss"].isnan() and result.sums["ppo_kl"].isnan()
+    assert result.maxima["abs_log_ratio_max"].isnan() and result.maxima["ratio_max"].isnan()
+    assert log_probs.grad is not None and log_probs.grad[0, 1] == -0.5

@@ -273,10 +273,10 @@ def test_bypass_needs_no_old_log_probs() -> None:
     [
         ({"level": "tokens"}, "level is 'tokens'; it may be none, token, sequence, geometric"),
         ({"outside": "clip"}, "outside is 'clip'; it may be truncate, mask, zero"),
-        ({"upper": 0}, "upper is 0; it must be a number above 0, or none"),
+        ({"upper": 0}, "upper is 0; it must be above 0, or none"),
         ({"upper": NAN}, "upper is nan"),
         ({"upper": "2"}, "upper is '2'"),
-        ({"lower": -0.5}, "lower is -0.5; it must be a number that is not negative"),
+        ({"lower": -0.5}, "lower is -0.5; it must be at least 0, or none"),
         ({"lower": 3.0}, "lower is 3.0 and upper is 2.0; lower must not be above upper"),
         ({"rejection": ["token_k3"]}, r"rejection is \['token_k3'\]; it must hold a bound under each name"),
         ({"rejection": {"token_k4": 1.0}}, "no rejection by 'token_k4'; did you mean 'token_k3'"),
@@ -287,6 +287,9 @@ def test_bypass_needs_no_old_log_probs() -> None:
         ({"rejection": {"token_k3": "0.1_2"}}, "rejection token_k3 is '0.1_2'"),
         ({"rejection": {"token_ratio": (2.0, 0.5)}}, "the lower bound must not be above the upper one"),
         ({"rejection": {"token_k2": -1.0}}, "rejection token_k2 is -1.0; it is never below 0"),
+        ({"bypass": "yes"}, "bypass is 'yes'; it must be true or false"),
+        ({"normalize": "no"}, "normalize is 'no'; it must be true or false"),
+        ({"level": ["token"]}, r"level is \['token'\]; it may be"),
         ({"bypass": True, "level": "token"}, "bypass leaves nothing to correct"),
         ({"bypass": True, "rejection": {"token_k3": 1.0}}, "bypass leaves nothing to correct"),
     ],
@@ -308,3 +311,12 @@ def test_what_is_not_defined_is_named() -> None:
         other = torch.zeros(3, 2) if shapes == (2, 3) else torch.zeros(2, 3)
         with pytest.raises(ValueError, match=said):
             correct(torch.zeros(shapes), other, ones, CorrectionSettings())
+
+
+@pytest.mark.parametrize(
+    "chosen", [CorrectionSettings(), CorrectionSettings(bypass=True), CorrectionSettings(level="token")]
+)
+def test_the_mask_that_comes_back_is_not_the_one_that_went_in(chosen: CorrectionSettings) -> None:
+    ones = torch.ones(2, 3, dtype=torch.bool)
+    correct(ones.float(), ones.float(), ones, chosen).mask_BT.zero_()
+    assert ones.all()

@@ -52,7 +52,13 @@ def test_overlong_penalty_is_the_papers_three_cases(lengths: list[int], cache: i
 
 @pytest.mark.parametrize(
     ("cache", "factor", "said"),
-    [(0, 1.0, "cache is 0"), (201, 1.0, "cache is 201"), (9, -1.0, "factor is -1.0"), (9, NAN, "factor")],
+    [
+        (0, 1.0, "cache is 0"),
+        (201, 1.0, "cache is 201"),
+        (9, -1.0, "factor is -1.0"),
+        (9, NAN, "factor"),
+        (9, INF, "factor is inf"),
+    ],
 )
 def test_overlong_penalty_refuses(cache: int, factor: float, said: str) -> None:
     with pytest.raises(ValueError, match=said):
@@ -75,6 +81,11 @@ def test_clip_scores() -> None:
     assert clip_scores(scores, upper=1.0)[:5].tolist() == [-INF, -2.0, 0.5, 1.0, 1.0]
     assert clip_scores(scores, lower=-1.0)[:5].tolist() == [-1.0, -1.0, 0.5, 3.0, INF]
     assert torch.equal(clip_scores(scores)[:5], scores[:5])
+    clip_scores(scores).zero_()
+    assert scores[1] == -2.0, "a copy, whether anything was clipped or not"
+    assert not clip_scores(torch.ones(2, requires_grad=True), 0.0, 1.0).requires_grad
+    with pytest.raises(ValueError, match="upper is nan"):
+        clip_scores(scores, upper=NAN)
     assert clip_scores(scores, -1.0, 1.0)[5].isnan()
     assert clip_scores(torch.tensor([2], dtype=torch.int64), upper=1).dtype == torch.float32
     with pytest.raises(ValueError, match="lower is 2 and upper is 1"):
@@ -128,6 +139,26 @@ def test_running_statistics_refuse_what_would_never_leave() -> None:
     assert statistics.state_dict() == {"count": 0, "mean": 0.0, "squares": 0.0}
     with pytest.raises(ValueError, match="running statistics are count, mean and squares"):
         statistics.load_state_dict({"count": 1})
+    good = {"count": 3, "mean": 0.5, "squares": 2.0}
+    for wrong in (
+        {"squares": -1.0},
+        {"squares": INF},
+        {"mean": NAN},
+        {"mean": "0"},
+        {"count": 2.5},
+        {"count": -1},
+        {"count": 1},
+        {"count": 0, "squares": 0.0},
+        {"count": True, "squares": 0.0},
+    ):
+        with pytest.raises(ValueError, match="running statistics cannot be .*: no stream of finite numbers has these"):
+            statistics.load_state_dict(good | wrong)
+    assert statistics.state_dict() == {"count": 0, "mean": 0.0, "squares": 0.0}
+    with pytest.raises(ValueError, match="too far apart for running statistics: their squares overflow"):
+        normalize_scores(torch.tensor([1e200, -1e200], dtype=torch.float64), statistics)
+    assert statistics.state_dict() == {"count": 0, "mean": 0.0, "squares": 0.0}
+    statistics.load_state_dict(good)
+    assert statistics.std == 1.0
 
 
 @many
@@ -181,8 +212,13 @@ def test_kl_is_taken_from_the_reward_of_each_token(seed: int, estimator: str, ju
 
 def test_kl_in_reward_refuses() -> None:
     ones = torch.ones(1, 2)
-    with pytest.raises(ValueError, match="coefficient is -0.1; it must not be negative"):
+    with pytest.raises(ValueError, match="coefficient is -0.1; it must be at least 0"):
         subtract_kl(ones, ones, ones, ones, -0.1)
+    with pytest.raises(ValueError, match="coefficient is inf"):
+        subtract_kl(ones, ones, ones, ones, INF)
+    for pair, name in (((torch.ones(1, 1), ones), "log_probs_BT"), ((ones, torch.ones(1, 1)), "ref_log_probs_BT")):
+        with pytest.raises(ValueError, match=rf"^{name} is \(1, 1\), the mask is \(1, 2\)"):
+            subtract_kl(ones, *pair, ones, 0.1)
     with pytest.raises(ValueError, match=r"reward_BT is \(1,\), the mask is \(1, 2\)"):
         subtract_kl(torch.ones(1), ones, ones, ones, 0.1)
 
@@ -210,3 +246,35 @@ def test_informative_needs_finite_scores() -> None:
     with pytest.raises(ValueError, match="group 'b': the score of sample 1 is nan"):
         informative(torch.tensor([0.0, NAN]), ["a", "b"])
     assert informative(torch.tensor([1.0, 2.0, 1.0]), ["a", "a", "b"]).tolist() == [True, True, False]
+
+
+def test_scores_that_differ_by_the_order_of_a_sum_are_one_score() -> None:
+    """As estimators see them: what would have advantage 0 is not informative."""
+    parts = torch.tensor([[0.1, 0.5, 0.7], [0.5, 0.7, 0.1]])
+    first, other = parts.sum(1).tolist()
+    assert first != other
+    for sign in (1, -1):
+        sums = sign * torch.tensor([first, other, other, sign * 0.0, sign * 1e-30, first, first + 1e-5])
+        told = informative(sums, ["a", "a", "a", "b", "b", "c", "c"])
+        assert told.tolist() == [False] * 3 + [True] * 4
+    double = torch.tensor([first, other], dtype=torch.float64)
+    assert informative(double, ["a", "a"]).all(), "in float64 that is a difference"
+
+
+def test_scores_of_any_size_are_normalised() -> None:
+    scores = torch.tensor([3e38, -3e38, -3e38])
+    result = normalize_scores(scores, RunningStatistics())
+    assert result.tolist() == pytest.approx([2 / math.sqrt(3), -1 / math.sqrt(3), -1 / math.sqrt(3)])
+
+
+def test_shapes_that_do_not_fit_are_named() -> None:
+    two, square = torch.ones(2), torch.ones(2, 2)
+    for function, said in (
+        (lambda: informative(square, [0, 0]), r"score_B is \(2, 2\); it must be \(B,\)"),
+        (lambda: informative(two, [0, 0], torch.ones(2, 1)), r"counts_B is \(2, 1\), score_B is \(2,\)"),
+        (lambda: normalize_scores(two, RunningStatistics(), torch.ones(3)), r"counts_B is \(3,\), score_B is \(2,\)"),
+        (lambda: overlong_penalty(square, 4, 2), r"length_B is \(2, 2\)"),
+        (lambda: keep_finished(two, two), r"mask_BT is \(2,\); it must be \(B, T\)"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            function()

@@ -117,7 +117,8 @@ def test_masks_and_groups(name: str) -> None:
         g: {float(s) for s, o, c in zip(batch.score, batch.group, counts, strict=True) if c and o == g}
         for g in batch.group
     }
-    assert told.tolist() == [len(values[g]) > 1 for g in batch.group]
+    by_rounding = name == "scores that differ by rounding"
+    assert told.tolist() == [len(values[g]) > 1 and not by_rounding for g in batch.group]
     assert not keep_finished(batch.mask, torch.ones(len(batch.mask))).any()
     assert torch.equal(keep_finished(batch.mask, torch.zeros(len(batch.mask))), batch.mask != 0)
 

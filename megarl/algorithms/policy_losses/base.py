@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megarl.algorithms.bits import BitMask
+from megarl.algorithms.checks import check_shapes
 from megarl.algorithms.masking import LOG_RATIO_LIMIT, working
-from megarl.algorithms.registry import Registry
+from megarl.algorithms.registry import Registry, call
 
 POSSIBLE = -104.0  # exp of less is 0 in float32: the log of such a probability counts as this
+
+
+_GIVEN = ("log_probs_BT", "old_log_probs_BT", "advantages_BT", "mask_BT", "behaviour_log_probs_BT", "entropy_BT")
 
 
 class PolicyLoss(NamedTuple):
@@ -28,6 +32,7 @@ class PolicyLoss(NamedTuple):
 
 PolicyLossFunction = Callable[..., PolicyLoss]
 PrepareFunction = Callable[..., dict[str, Tensor]]
+CheckFunction = Callable[..., None]
 
 
 class Traits(NamedTuple):
@@ -37,27 +42,22 @@ class Traits(NamedTuple):
     prepare: PrepareFunction | None = None  # run once on the whole mini-batch, before it is cut
     makes: tuple[str, ...] = ()  # names of the (B, T) tensors that `prepare` gives, arguments of the loss
     masked: bool = False  # masks its inputs itself, and its loss is 0 where masked: others need not do it again
+    check: CheckFunction | None = None  # takes options by name; ValueError where one is not possible
 
 
 class PolicyLosses(Registry[PolicyLossFunction]):
-    """`@policy_loss("name", aggregation=..., prepare=..., makes=(...), masked=...)`: see `Traits`.
+    """`@policy_loss("name", aggregation=..., prepare=..., makes=(...), masked=..., check=...)`: see `Traits`.
 
     prepare(old_log_probs_BT, advantages_BT, mask_BT, **settings and options that it takes) -> {name: (B, T)}: statistics
     of the whole mini-batch, for a loss that cannot be told from one piece of it (a quantile, the largest k). It must
     not depend on the order of samples or on padding. The loss takes what it makes by name.
+    A `masked` loss is given the batch itself and must leave it as it is; any other is given copies.
     """
 
     def __init__(self) -> None:
         super().__init__(
             "policy loss",
-            inputs=(
-                "log_probs_BT",
-                "old_log_probs_BT",
-                "advantages_BT",
-                "mask_BT",
-                "behaviour_log_probs_BT",
-                "entropy_BT",
-            ),
+            inputs=_GIVEN,
             settings=("clip_low", "clip_high", "clip_dual"),
         )
         self._traits: dict[PolicyLossFunction, Traits] = {}
@@ -70,6 +70,7 @@ class PolicyLosses(Registry[PolicyLossFunction]):
         prepare: PrepareFunction | None = None,
         makes: Sequence[str] = (),
         masked: bool = False,
+        check: CheckFunction | None = None,
     ) -> Callable[[PolicyLossFunction], PolicyLossFunction]:
         if bool(makes) != (prepare is not None):
             raise ValueError(f"policy loss {name!r}: `prepare` and the names that it `makes` belong together")
@@ -77,10 +78,20 @@ class PolicyLosses(Registry[PolicyLossFunction]):
         register = super().__call__(name)
 
         def with_traits(function: PolicyLossFunction) -> PolicyLossFunction:
-            self._traits[register(function)] = Traits(aggregation, prepare, tuple(makes), masked)
-            return function
+            before = self._traits.get(function)
+            self._traits[function] = Traits(aggregation, prepare, tuple(makes), masked, check)
+            try:
+                return register(function)
+            except ValueError:
+                self._traits.pop(function) if before is None else self._traits.update({function: before})
+                raise
 
         return with_traits
+
+    def get(self, name: str) -> PolicyLossFunction:
+        if not isinstance(name, str) or name.startswith("."):
+            raise ValueError(f"{self.kind} is {name!r}; it must be a name or a dotted path, package.module.function")
+        return super().get(name)
 
     def traits(self, name: str) -> Traits:
         """Of the loss of this name or dotted path. A function that was not registered has the default ones."""
@@ -94,6 +105,36 @@ class PolicyLosses(Registry[PolicyLossFunction]):
         more = inspect.signature(prepare).parameters
         return tuple(dict.fromkeys((*own, *(keyword for keyword in more if keyword not in self.inputs))))
 
+    def check_options(self, name: str, options: Iterable[str]) -> None:
+        """By name; where the options come with their values, these too. ValueError on one that is not possible, and on a
+        setting: among the options it would hide the algorithm's own."""
+        for setting in self.settings:
+            if setting in options:
+                raise ValueError(
+                    f"{self.kind} {name!r}: {setting!r} is a setting of its own; write algorithm.{setting}"
+                )
+        super().check_options(name, options)
+        traits = self.traits(name)
+        if traits.check is None or not isinstance(options, Mapping):
+            return
+        functions = [self.get(name)] if traits.prepare is None else [traits.prepare, self.get(name)]
+        known = {p.name: p.default for f in functions for p in inspect.signature(f).parameters.values()}
+        try:
+            call(traits.check, {**known, **options})
+        except ValueError as error:
+            raise ValueError(f"{self.kind} {name!r}: {error}") from error
+
+    def _check(self, name: str, function: Any) -> None:
+        super()._check(name, function)
+        made = self._traits.get(function, Traits()).makes
+        for parameter in inspect.signature(function).parameters.values():
+            elsewhere = parameter.name in self.inputs and parameter.name not in (*_GIVEN, *made)
+            if elsewhere and parameter.default is parameter.empty:
+                raise ValueError(
+                    f"{self.kind} {name!r} asks for {parameter.name!r}, which only the prepare of another loss makes; "
+                    f"register it with a prepare that makes it"
+                )
+
 
 policy_loss = PolicyLosses()
 
@@ -102,6 +143,12 @@ def get_policy_loss(name: str) -> PolicyLossFunction:
     """The loss of this name, or the user's at "package.module.function". ValueError where there is none, or where it
     asks for what the trainer does not have."""
     return policy_loss.get(name)
+
+
+def mask_of(mask_BT: Tensor, **tensors_BT: Tensor) -> BitMask:
+    """The mask, for tensors of its shape; ValueError names one that has another."""
+    check_shapes(mask_BT=mask_BT, **tensors_BT)
+    return BitMask(mask_BT)
 
 
 def clamped_log_ratio(log_probs_BT: Tensor, old_log_probs_BT: Tensor, mask: BitMask) -> tuple[Tensor, Tensor]:

@@ -5,8 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megarl.algorithms.bits import BitMask
-from megarl.algorithms.policy_losses.base import POSSIBLE, PolicyLoss, clamped_log_ratio, policy_loss, with_slope
+from megarl.algorithms.policy_losses.base import (
+    POSSIBLE,
+    PolicyLoss,
+    clamped_log_ratio,
+    mask_of,
+    policy_loss,
+    with_slope,
+)
 
 
 @policy_loss("cispo", masked=True)
@@ -26,7 +32,9 @@ def cispo(
     The paper sets no lower bound (low 1). clipped: tokens whose weight the clip changed; they keep their gradient.
     """
     with torch.no_grad():
-        mask = BitMask(mask_BT)
+        mask = mask_of(
+            mask_BT, log_probs_BT=log_probs_BT, old_log_probs_BT=old_log_probs_BT, advantages_BT=advantages_BT
+        )
         log_ratio_BT, inside_BT = clamped_log_ratio(log_probs_BT, old_log_probs_BT, mask)
         ratio_BT = log_ratio_BT.exp()
         weight_BT = ratio_BT.clamp(1 - clip_low, 1 + clip_high)

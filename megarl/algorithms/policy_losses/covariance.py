@@ -3,6 +3,7 @@
 The covariance of a token is its part in Cov(log pi, A) over the mini-batch, c = (log pi - mean)(A - mean): a likely token
 with a high advantage makes the policy surer of itself. Tokens are selected over the whole mini-batch, once, from the
 log-probs before the update; so the selection depends neither on how the mini-batch is cut, nor on order or padding.
+What cannot be told apart, the same token at the same place of the same sequence, is selected together.
 """
 
 from __future__ import annotations
@@ -10,14 +11,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megarl.algorithms.bits import BitMask, keep, zero_where_
+from megarl.algorithms.bits import keep, zero_where_
+from megarl.algorithms.checks import check_number, check_shapes
 from megarl.algorithms.masking import as_mask
-from megarl.algorithms.policy_losses.base import PolicyLoss, clamped_log_ratio, policy_loss, with_slope
+from megarl.algorithms.policy_losses.base import PolicyLoss, clamped_log_ratio, mask_of, policy_loss, with_slope
 from megarl.algorithms.policy_losses.vanilla import clipped_parts
 
 _HUGE = 1e6  # what is not finite must not make the means so
 
 
+def check_bounds(cov_ratio: float, cov_low: float, cov_high: float) -> None:
+    check_number("cov_ratio", cov_ratio, above=0, most=1)
+    check_number("cov_low", cov_low)
+    check_number("cov_high", cov_high)
+    if not cov_low < cov_high:
+        raise ValueError(f"cov_low is {cov_low} and cov_high is {cov_high}; cov_low must be below cov_high")
+
+
+def check_weight(cov_ratio: float, kl_weight: float) -> None:
+    check_number("cov_ratio", cov_ratio, above=0, most=1)
+    check_number("kl_weight", kl_weight, least=0)
+
+
+@torch.no_grad()
 def select_at_random(
     old_log_probs_BT: Tensor,
     advantages_BT: Tensor,
@@ -30,18 +46,22 @@ def select_at_random(
     """selected_BT: max(1, cov_ratio N) of the tokens with cov_low < c < cov_high, N tokens in all.
 
     The paper draws them at random. Here the draw is by a hash of the tokens' own values: as good as random,
-    and the same in every order. ValueError on a cov_ratio that is not above 0 and at most 1.
+    and the same in every order. ValueError on a cov_ratio that is not above 0 and at most 1, and on bounds that leave nothing.
     """
+    check_bounds(cov_ratio, cov_low, cov_high)
     tokens = _Tokens(old_log_probs_BT, advantages_BT, mask_BT)
     within_BT = (tokens.covariance_BT > cov_low) & (tokens.covariance_BT < cov_high) & tokens.mask.bool_BT
     at_N = tokens.smallest_hash(within_BT.flatten().nonzero()[:, 0], tokens.share(cov_ratio))
     return {"selected_BT": tokens.marked(at_N)}
 
 
+@torch.no_grad()
 def select_largest(
     old_log_probs_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor, *, cov_ratio: float = 2e-4
 ) -> dict[str, Tensor]:
-    """selected_BT: the max(1, cov_ratio N) tokens of the largest c; among equals the hash decides."""
+    """selected_BT: the max(1, cov_ratio N) tokens of the largest c; among equals the hash decides. ValueError on a cov_ratio that is
+    not above 0 and at most 1."""
+    check_number("cov_ratio", cov_ratio, above=0, most=1)
     tokens = _Tokens(old_log_probs_BT, advantages_BT, mask_BT)
     count = tokens.share(cov_ratio)
     if not count:
@@ -56,7 +76,7 @@ def select_largest(
     return {"selected_BT": tokens.marked(torch.cat([above_N, equal_N]))}
 
 
-@policy_loss("clip_cov", masked=True, prepare=select_at_random, makes=("selected_BT",))
+@policy_loss("clip_cov", masked=True, prepare=select_at_random, makes=("selected_BT",), check=check_bounds)
 def clip_cov(
     log_probs_BT: Tensor,
     old_log_probs_BT: Tensor,
@@ -68,6 +88,7 @@ def clip_cov(
     clip_high: float = 0.2,
 ) -> PolicyLoss:
     """Clip-Cov (arXiv:2505.22617, sec. 4.2): PPO's clipped loss; selected tokens have none, and no gradient."""
+    check_shapes(mask_BT=mask_BT, selected_BT=selected_BT)
     parts = clipped_parts(log_probs_BT, old_log_probs_BT, advantages_BT, mask_BT, clip_low, clip_high, None)
     selected_BT = as_mask(selected_BT)
     value_BT, slope_BT = zero_where_(parts.value_BT, selected_BT), zero_where_(parts.slope_BT, selected_BT)
@@ -76,7 +97,7 @@ def clip_cov(
     return PolicyLoss(loss_BT, parts.ratio_BT, clipped_BT, log_ratio_BT=parts.log_ratio_BT)
 
 
-@policy_loss("kl_cov", masked=True, prepare=select_largest, makes=("selected_BT",))
+@policy_loss("kl_cov", masked=True, prepare=select_largest, makes=("selected_BT",), check=check_weight)
 def kl_cov(
     log_probs_BT: Tensor,
     old_log_probs_BT: Tensor,
@@ -86,9 +107,19 @@ def kl_cov(
     *,
     kl_weight: float = 1.0,
 ) -> PolicyLoss:
-    """KL-Cov (arXiv:2505.22617, sec. 4.2): L = -A r, and of selected tokens -A r + kl_weight |log r|. Nothing is clipped."""
+    """KL-Cov (arXiv:2505.22617, sec. 4.2): L = -A r, and of selected tokens -A r + kl_weight |log r|. Nothing is clipped.
+
+    ValueError on a negative kl_weight.
+    """
+    check_number("kl_weight", kl_weight, least=0)
     with torch.no_grad():
-        mask = BitMask(mask_BT)
+        mask = mask_of(
+            mask_BT,
+            log_probs_BT=log_probs_BT,
+            old_log_probs_BT=old_log_probs_BT,
+            advantages_BT=advantages_BT,
+            selected_BT=selected_BT,
+        )
         log_ratio_BT, inside_BT = clamped_log_ratio(log_probs_BT, old_log_probs_BT, mask)
         ratio_BT = log_ratio_BT.exp()
         value_BT = mask(advantages_BT).mul_(ratio_BT).neg_()
@@ -111,7 +142,7 @@ class _Tokens:
     """The tokens of a mini-batch: their covariances, and a hash of each that knows nothing of where its sequence lies."""
 
     def __init__(self, log_probs_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor):
-        self.mask = BitMask(mask_BT)
+        self.mask = mask_of(mask_BT, old_log_probs_BT=log_probs_BT, advantages_BT=advantages_BT)
         self._log_probs_BT = self.mask(log_probs_BT).clamp_(-_HUGE, _HUGE)
         self._advantages_BT = self.mask(advantages_BT).clamp_(-_HUGE, _HUGE)
         self.count = int(self.mask.bool_BT.count_nonzero())
@@ -119,8 +150,6 @@ class _Tokens:
 
     def share(self, ratio: float) -> int:
         """max(1, ratio N), of N tokens."""
-        if not 0 < ratio <= 1:
-            raise ValueError(f"cov_ratio is {ratio}; it must be above 0 and at most 1")
         return min(self.count, max(1, int(ratio * self.count)))
 
     def smallest_hash(self, at_N: Tensor, count: int) -> Tensor:
@@ -142,11 +171,13 @@ class _Tokens:
         return values_BT - (values_BT.sum(dtype=torch.float64) / max(self.count, 1)).float()
 
     def _hash(self, at_N: Tensor) -> Tensor:
-        """int64: of the token's values, its position in the sequence, and all log-probs of the sequence."""
+        """int64: of the token's values, how many unmasked tokens come before it, and all log-probs of the sequence."""
         width = self.mask.bool_BT.shape[1]
         bits_BT = self._log_probs_BT.float().view(torch.int32)
         advantages_P = self._advantages_BT.float().view(torch.int32).flatten()
-        position_N, row_N = at_N % width, at_N // width
+        row_N = at_N // width
+        # Not its column: that would change with padding on the left, and with masked tokens between.
+        position_N = self.mask.bool_BT.view(torch.uint8).cumsum(-1, dtype=torch.int32).flatten()[at_N].long() - 1
         return _mix(
             bits_BT.flatten()[at_N] + _mix(advantages_P[at_N] + _mix(position_N + _mix(bits_BT.sum(-1)[row_N])))
         )

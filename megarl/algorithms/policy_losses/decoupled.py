@@ -5,12 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megarl.algorithms.bits import BitMask
-from megarl.algorithms.policy_losses.base import PolicyLoss, clamped_log_ratio, policy_loss, with_slope
+from megarl.algorithms.checks import check_number
+from megarl.algorithms.policy_losses.base import PolicyLoss, clamped_log_ratio, mask_of, policy_loss, with_slope
 from megarl.algorithms.policy_losses.vanilla import clipped_parts
 
 
-@policy_loss("decoupled", masked=True)
+def check(behaviour_cap: float | None) -> None:
+    check_number("behaviour_cap", behaviour_cap, above=0, none=True)
+
+
+@policy_loss("decoupled", masked=True, check=check)
 def decoupled(
     log_probs_BT: Tensor,
     old_log_probs_BT: Tensor,
@@ -29,9 +33,11 @@ def decoupled(
 
     old_log_probs are those of the proximal policy, the one before this step's updates; behaviour_log_probs those that the
     engine sampled with. A weight above behaviour_cap, or beyond the limit of ratios, is 0: such a token does not take part.
+    ValueError on a behaviour_cap that is not above 0.
     """
+    check(behaviour_cap)
     with torch.no_grad():
-        mask = BitMask(mask_BT)
+        mask = mask_of(mask_BT, old_log_probs_BT=old_log_probs_BT, behaviour_log_probs_BT=behaviour_log_probs_BT)
         log_weight_BT, inside_BT = clamped_log_ratio(old_log_probs_BT, behaviour_log_probs_BT, mask)
         weight_BT = log_weight_BT.exp_().mul_(inside_BT)
         if behaviour_cap is not None:

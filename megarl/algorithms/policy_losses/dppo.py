@@ -6,12 +6,24 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.bits import BitMask, zero_where_
-from megarl.algorithms.policy_losses.base import POSSIBLE, PolicyLoss, clamped_log_ratio, policy_loss, with_slope
+from megarl.algorithms.checks import check_number
+from megarl.algorithms.policy_losses.base import (
+    POSSIBLE,
+    PolicyLoss,
+    clamped_log_ratio,
+    mask_of,
+    policy_loss,
+    with_slope,
+)
 
 _REMAINDER = 1e-8  # least probability of "any other token", so that its log is finite
 
 
-@policy_loss("dppo_tv", masked=True)
+def check(truncate: float) -> None:
+    check_number("truncate", truncate, above=0)
+
+
+@policy_loss("dppo_tv", masked=True, check=check)
 def dppo_tv(
     log_probs_BT: Tensor,
     old_log_probs_BT: Tensor,
@@ -26,10 +38,12 @@ def dppo_tv(
 
         L = -sg[M min(r, truncate)] A log pi,   M = [pi - pi_old <= high] where A > 0, [pi_old - pi <= low] elsewhere
 
-    low and high are differences of probabilities, not of ratios.
+    low and high are differences of probabilities, not of ratios. ValueError on a truncate that is not above 0.
     """
     with torch.no_grad():
-        mask = BitMask(mask_BT)
+        mask = mask_of(
+            mask_BT, log_probs_BT=log_probs_BT, old_log_probs_BT=old_log_probs_BT, advantages_BT=advantages_BT
+        )
         advantages_BT = mask(advantages_BT)
         log_ratio_BT, inside_BT = clamped_log_ratio(log_probs_BT, old_log_probs_BT, mask)
         ratio_BT = log_ratio_BT.exp()
@@ -39,7 +53,7 @@ def dppo_tv(
     return _outside_has_none(log_probs_BT, log_ratio_BT, ratio_BT, inside_BT, advantages_BT, mask, outside_BT, truncate)
 
 
-@policy_loss("dppo_kl", masked=True)
+@policy_loss("dppo_kl", masked=True, check=check)
 def dppo_kl(
     log_probs_BT: Tensor,
     old_log_probs_BT: Tensor,
@@ -57,7 +71,9 @@ def dppo_kl(
     and M = 0 where the token has moved in the direction of its advantage and D > high (A > 0) or D > low (elsewhere).
     """
     with torch.no_grad():
-        mask = BitMask(mask_BT)
+        mask = mask_of(
+            mask_BT, log_probs_BT=log_probs_BT, old_log_probs_BT=old_log_probs_BT, advantages_BT=advantages_BT
+        )
         advantages_BT = mask(advantages_BT)
         log_ratio_BT, inside_BT = clamped_log_ratio(log_probs_BT, old_log_probs_BT, mask)
         ratio_BT = log_ratio_BT.exp()
@@ -83,6 +99,7 @@ def _outside_has_none(
     outside_BT: Tensor,
     truncate: float,
 ) -> PolicyLoss:
+    check(truncate)
     with torch.no_grad():
         weight_BT = ratio_BT.clamp(max=truncate)
         truncated_BT = (weight_BT != ratio_BT) & ~outside_BT

@@ -5,11 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megarl.algorithms.bits import BitMask
-from megarl.algorithms.policy_losses.base import POSSIBLE, PolicyLoss, clamped_log_ratio, policy_loss, with_slope
+from megarl.algorithms.checks import check_number
+from megarl.algorithms.policy_losses.base import (
+    POSSIBLE,
+    PolicyLoss,
+    clamped_log_ratio,
+    mask_of,
+    policy_loss,
+    with_slope,
+)
 
 
-@policy_loss("dro", masked=True)
+def check(beta: float) -> None:
+    check_number("beta", beta, above=0)
+
+
+@policy_loss("dro", masked=True, check=check)
 def dro(
     log_probs_BT: Tensor, old_log_probs_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor, *, beta: float = 0.05
 ) -> PolicyLoss:
@@ -19,10 +30,11 @@ def dro(
 
     ValueError on a beta that is not above 0.
     """
-    if beta <= 0:
-        raise ValueError(f"beta is {beta}; it must be above 0")
+    check(beta)
     with torch.no_grad():
-        mask = BitMask(mask_BT)
+        mask = mask_of(
+            mask_BT, log_probs_BT=log_probs_BT, old_log_probs_BT=old_log_probs_BT, advantages_BT=advantages_BT
+        )
         log_ratio_BT, inside_BT = clamped_log_ratio(log_probs_BT, old_log_probs_BT, mask)
         weight_BT = mask(advantages_BT).neg_()
         value_BT = mask(log_probs_BT).clamp_(min=POSSIBLE).mul_(weight_BT)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megarl.algorithms.bits import BitMask
 from megarl.algorithms.policy_losses.base import (
     PolicyLoss,
     clamped_log_ratio,
+    mask_of,
     policy_loss,
     sequence_mean,
     with_slope,
@@ -34,7 +34,9 @@ def geo_mean(
     clipped: outside low..high in either direction where A_t > 0, dual_clipped: where A_t < 0 (as other libraries count).
     """
     with torch.no_grad():
-        mask = BitMask(mask_BT)
+        mask = mask_of(
+            mask_BT, log_probs_BT=log_probs_BT, old_log_probs_BT=old_log_probs_BT, advantages_BT=advantages_BT
+        )
         log_ratio_BT, inside_BT = clamped_log_ratio(log_probs_BT, old_log_probs_BT, mask)
         advantages_BT = mask(advantages_BT)
         held_BT = log_ratio_BT.clamp(-clip_low, clip_high)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megarl.algorithms.bits import BitMask, zero_where_
+from megarl.algorithms.bits import zero_where_
 from megarl.algorithms.policy_losses.base import (
     PolicyLoss,
     clamped_log_ratio,
+    mask_of,
     policy_loss,
     sequence_mean,
     with_slope,
@@ -35,7 +36,9 @@ def gspo(
     (sec. 4.3): hence one function under both names. The clip is that of a sequence's ratio, far narrower than a token's.
     """
     with torch.no_grad():
-        mask = BitMask(mask_BT)
+        mask = mask_of(
+            mask_BT, log_probs_BT=log_probs_BT, old_log_probs_BT=old_log_probs_BT, advantages_BT=advantages_BT
+        )
         log_ratio_BT, inside_BT = clamped_log_ratio(log_probs_BT, old_log_probs_BT, mask)
         advantages_BT = mask(advantages_BT)
         ratio_B1 = sequence_mean(log_ratio_BT, mask.bool_BT).exp()[:, None]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megarl.algorithms.bits import BitMask
-from megarl.algorithms.policy_losses.base import POSSIBLE, PolicyLoss, policy_loss, with_slope
+from megarl.algorithms.policy_losses.base import POSSIBLE, PolicyLoss, mask_of, policy_loss, with_slope
 
 
 @policy_loss("reinforce", masked=True, aggregation="seq_mean_token_sum")
@@ -16,7 +15,7 @@ def reinforce(log_probs_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor) -> P
     Off-policy it needs correction weights: there is no ratio in it. A token whose probability is 0 in float32 has no gradient.
     """
     with torch.no_grad():
-        mask = BitMask(mask_BT)
+        mask = mask_of(mask_BT, log_probs_BT=log_probs_BT, advantages_BT=advantages_BT)
         slope_BT = mask(advantages_BT).neg_()
         log_probs_kept_BT = mask(log_probs_BT)
         held_BT = log_probs_kept_BT.clamp(min=POSSIBLE)

@@ -5,11 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megarl.algorithms.bits import BitMask
-from megarl.algorithms.policy_losses.base import PolicyLoss, clamped_log_ratio, policy_loss, with_slope
+from megarl.algorithms.checks import check_number
+from megarl.algorithms.policy_losses.base import PolicyLoss, clamped_log_ratio, mask_of, policy_loss, with_slope
 
 
-@policy_loss("sapo", masked=True, aggregation="seq_mean_token_mean")
+def check(tau_positive: float, tau_negative: float) -> None:
+    check_number("tau_positive", tau_positive, above=0)
+    check_number("tau_negative", tau_negative, above=0)
+
+
+@policy_loss("sapo", masked=True, check=check, aggregation="seq_mean_token_mean")
 def sapo(
     log_probs_BT: Tensor,
     old_log_probs_BT: Tensor,
@@ -24,10 +29,11 @@ def sapo(
     tau_positive where A > 0, tau_negative elsewhere; the larger, the sooner the gradient fades. With s the sigmoid,
     dL/dlog pi = -4 A s (1 - s) r: on-policy -A, the policy gradient. ValueError on a tau that is not above 0.
     """
-    if min(tau_positive, tau_negative) <= 0:
-        raise ValueError(f"tau_positive is {tau_positive} and tau_negative {tau_negative}; both must be above 0")
+    check(tau_positive, tau_negative)
     with torch.no_grad():
-        mask = BitMask(mask_BT)
+        mask = mask_of(
+            mask_BT, log_probs_BT=log_probs_BT, old_log_probs_BT=old_log_probs_BT, advantages_BT=advantages_BT
+        )
         log_ratio_BT, inside_BT = clamped_log_ratio(log_probs_BT, old_log_probs_BT, mask)
         ratio_BT = log_ratio_BT.exp()
         weight_BT = mask(advantages_BT)

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megarl.algorithms.bits import BitMask, zero_where_
-from megarl.algorithms.policy_losses.base import PolicyLoss, clamped_log_ratio, policy_loss, with_slope
+from megarl.algorithms.bits import zero_where_
+from megarl.algorithms.policy_losses.base import PolicyLoss, clamped_log_ratio, mask_of, policy_loss, with_slope
 
 
 @policy_loss("vanilla", masked=True)
@@ -54,7 +54,7 @@ def clipped_parts(
     clip_dual: float | None,
 ) -> Parts:
     """What vanilla is made of, for losses that change a part of it."""
-    mask = BitMask(mask_BT)
+    mask = mask_of(mask_BT, log_probs_BT=log_probs_BT, old_log_probs_BT=old_log_probs_BT, advantages_BT=advantages_BT)
     log_ratio_BT, inside_BT = clamped_log_ratio(log_probs_BT, old_log_probs_BT, mask)
     advantages_BT = mask(advantages_BT)
     ratio_BT = log_ratio_BT.exp()
