@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 SINGLETONS = ("zero", "score")
+ULPS = 4  # of the largest |value|: what summing the same numbers in another order makes of them
+_SIMPLE = {str, bytes, int, bool, type(None)}  # names that need no second look
 
 
 class Groups:
-    """B samples in groups. Reductions give each sample the value of its group, as a (B,) tensor.
+    """B samples in groups. Reductions give each sample the value of its group, as a (B,) tensor; what sums does so in float64,
+    for a group may be large, and B numbers cost nothing.
 
-    group_B: the group's name of each sample.
+    group_B: the group's name of each sample; a tensor of one number is as good as the number. NaN names nothing.
     counts_B: bool; a sample that does not count influences nobody's statistics.
     size_B: how many of the sample's group count; named_B: how many there are of it.
     """
 
     def __init__(self, group_B: Sequence[Hashable] | Tensor | np.ndarray[tuple[int], np.dtype], counts_B: Tensor):
-        names = group_B.tolist() if isinstance(group_B, Tensor | np.ndarray) else list(group_B)
+        names = _names(group_B)
         if len(names) != len(counts_B):
             raise ValueError(f"group_B names {len(names)} samples, the rewards are for {len(counts_B)}")
-        try:
-            numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-        except TypeError as error:
-            raise ValueError(f"group_B holds what cannot name a group: {error}") from error
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         # Hashing is Python's work; mapped in C it costs half a millisecond for 8192 samples.
         index_B = torch.from_numpy(np.fromiter(map(numbers.__getitem__, names), np.int64, len(names)))
         self.names = names
@@ -36,7 +37,7 @@ class Groups:
         self._lengths_G = index_B.bincount(minlength=len(numbers)).to(counts_B.device)
         self._index_B = index_B.to(counts_B.device)
         self.named_B = self._lengths_G[self._index_B]
-        self.size_B = self.sum(torch.ones(len(names), device=counts_B.device))
+        self.size_B = self.sum(torch.ones(len(names), dtype=torch.float64, device=counts_B.device))
         self.alone_B = self.size_B == 1
 
     @classmethod
@@ -45,7 +46,7 @@ class Groups:
         return cls([None] * len(counts_B), counts_B)
 
     def sum(self, values_B: Tensor) -> Tensor:
-        return self.reduce(torch.where(self.counts_B, values_B, 0.0), "sum", 0.0)
+        return self.reduce(torch.where(self.counts_B, values_B.double(), 0.0), "sum", 0.0)
 
     def mean(self, values_B: Tensor) -> Tensor:
         return self.sum(values_B) / self.size_B.clamp(min=1)
@@ -63,7 +64,7 @@ class Groups:
         """Values less their group's mean, which may be weighted. Exactly 0 in a group of equal values: the mean is
         taken of the distance to the smallest, which is then exactly 0, where a mean of the values would leave
         rounding noise."""
-        above_B = values_B - self.min(values_B)
+        above_B = values_B.double() - self.min(values_B)
         if weight_B is None:
             return above_B - self.mean(above_B)
         total_B = self.sum(weight_B)
@@ -80,12 +81,27 @@ class Groups:
         """Bool: all values of the group are the same; true in a group of one."""
         return self.max(values_B) == self.min(values_B)
 
+    def rounding(self, values_B: Tensor) -> Tensor:
+        """The difference that means nothing: a few units in the last place of the group's largest |value|, in the precision
+        that the values have."""
+        largest_B = torch.maximum(self.max(values_B), -self.min(values_B)).double()
+        return ULPS * torch.finfo(values_B.dtype).eps * largest_B
+
+    def levelled(self, values_B: Tensor) -> Tensor:
+        """The values; those of a group that differ by rounding alone are all its smallest. Equal answers can have 1.29999995
+        and 1.30000007 for 1.3, where its parts are added in another order, and a division by the standard deviation would
+        make an advantage of that."""
+        least_B = self.min(values_B)
+        equal_B = self.max(values_B).double() - least_B <= self.rounding(values_B)
+        return torch.where(equal_B, least_B, values_B)
+
     def where_alone(self, singleton: str, score_B: Tensor, advantage_B: Tensor) -> Tensor:
-        """The advantage; where a sample is alone in its group, 0 (singleton "zero") or its raw score ("score")."""
+        """The advantage; where a sample is alone in its group, 0 (singleton "zero") or its raw score ("score"). 0 where it does
+        not count."""
         if singleton not in SINGLETONS:
             raise ValueError(f"singleton is {singleton!r}; it may be 'zero' or 'score'")
         lone_B = score_B if singleton == "score" else torch.zeros_like(score_B)
-        return torch.where(self.alone_B, lone_B, advantage_B)
+        return torch.where(self.counts_B, torch.where(self.alone_B, lone_B, advantage_B), 0.0)
 
     def reduce(self, values: Tensor, how: str, initial: float) -> Tensor:
         """ "sum" or "min" over each group along the first of any dimensions, whether samples count or not."""
@@ -93,6 +109,14 @@ class Groups:
             return values
         in_order = values[self._order_B]
         return torch.segment_reduce(in_order, how, lengths=self._lengths_G, initial=initial)[self._index_B]
+
+    def blocks(self, samples: int) -> Iterator[Tensor]:
+        """Samples as numbers (G, N): whole groups of one size N, as many as `samples` allow, at least one. All blocks together
+        hold every sample once, whether it counts or not."""
+        starts_G = self._lengths_G.cumsum(0) - self._lengths_G
+        for size in self._lengths_G.unique().tolist():
+            places_GN = starts_G[self._lengths_G == size, None] + torch.arange(size, device=starts_G.device)
+            yield from self._order_B[places_GN].split(max(1, samples // size))
 
     def rank(self, values_B: Tensor) -> tuple[Tensor, Tensor]:
         """Each sample's place in its group from the smallest value up, 0 first, and the order that sorts the batch by
@@ -118,3 +142,39 @@ class Groups:
         result_B = torch.empty_like(sum_B)
         result_B[order_B] = sum_B
         return result_B
+
+
+def per_std(values_B: Tensor, std_B: Tensor, eps: float) -> Tensor:
+    """values / (std + eps); 0 where the std is 0, for then nothing differs, whatever eps is."""
+    return torch.where(std_B > 0, values_B / torch.where(std_B > 0, std_B + eps, 1.0), 0.0)
+
+
+def _names(group_B: Any) -> list[Hashable]:
+    """One name a sample, equal where the group is the same. ValueError on what is not such a list."""
+    try:
+        names = group_B.tolist() if isinstance(group_B, Tensor | np.ndarray) else list(group_B)
+    except TypeError:
+        names = None
+    if not isinstance(names, list):  # a tensor of no dimension holds one number
+        raise ValueError(f"group_B is {group_B!r}; it must be a list of names, one a sample")
+    try:
+        different = dict.fromkeys(names)
+        if not _SIMPLE.issuperset(map(type, different)):
+            plain = {name: _plain(name) for name in different}
+            names = [plain[name] for name in names]
+        return names
+    except TypeError as error:
+        raise ValueError(f"group_B holds what cannot name a group: {error}") from error
+
+
+def _plain(name: Any) -> Hashable:
+    """A tensor is equal to itself alone, and NaN not even to itself: each sample would be a group of its own."""
+    if isinstance(name, Tensor):
+        if name.dim():
+            raise ValueError(f"group_B holds a tensor of shape {tuple(name.shape)}; a name has no dimension")
+        name = name.item()
+    if isinstance(name, tuple):
+        return tuple(map(_plain, name))
+    if name != name:
+        raise ValueError("group_B holds NaN, which cannot name a group: it is not equal to itself")
+    return name

@@ -17,7 +17,7 @@ class Registry(Generic[F]):
 
     kind: what the functions are, for messages.
     inputs: names of the data the caller offers; the first one every function must take.
-    settings: names of the settings the caller offers. A parameter under another name needs a default.
+    settings: names of the settings the caller always gives. A parameter under another name needs a default.
     """
 
     def __init__(self, kind: str, inputs: Sequence[str], settings: Sequence[str]):
@@ -44,6 +44,8 @@ class Registry(Generic[F]):
 
     def get(self, name: str) -> F:
         """The function of this name or dotted path. Raises ValueError with one sentence that says what is wrong."""
+        if not isinstance(name, str):
+            raise ValueError(f"{self.kind} is {name!r}; it must be a name or a dotted path")
         if name in self._functions:
             return self._functions[name]
         if "." not in name:
@@ -75,7 +77,7 @@ class Registry(Generic[F]):
                 raise ValueError(f"{self.kind} {name!r}: {option!r} is data that the trainer gives, not an option")
             if option not in known and not _takes_any(function):
                 there = f"Its options are {', '.join(known)}" if known else "It has no options"
-                raise ValueError(f"{self.kind} {name!r} has no option {option!r}{_hint(option, known)} {there}")
+                raise ValueError(f"{self.kind} {name!r} has no option {option!r}{_hint(str(option), known)} {there}")
 
     def _check(self, name: str, function: Any) -> None:
         if not callable(function):

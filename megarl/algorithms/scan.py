@@ -7,12 +7,14 @@ token before it, undiscounted, as if the observation were not there.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import cycle
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megarl.algorithms.masking import as_mask, working
-from megarl.algorithms.rows import row_blocks
+from megarl.algorithms.rows import blocks, masked
 
 TOKENS = 64  # a block; 6 doublings. More cost more passes, fewer a longer list of blocks to carry over
 
@@ -30,25 +32,37 @@ def decaying_sum(values_RT: Tensor, decay: float) -> Tensor:
     depend on the precision that matrix products are set to.
     """
     rows, tokens = values_RT.shape
+    if decay == 1 and values_RT.device.type == "cpu":  # one pass; on a GPU it may differ from run to run
+        return values_RT.flip(-1).cumsum_(-1).flip(-1)
     width = min(TOKENS, tokens)
-    blocks = -(-tokens // width) if width else 0
-    padded_RT = torch.nn.functional.pad(values_RT, (0, blocks * width - tokens))
-    sums = _doubled(padded_RT.view(rows * blocks, width), decay).view(rows, blocks, width)
-    if blocks > 1:
+    count = -(-tokens // width) if width else 0
+    padded_RT = pad(values_RT, (0, count * width - tokens)) if count * width > tokens else values_RT
+    sums = _doubled(padded_RT.reshape(rows * count, width), decay).view(rows, count, width)
+    if count > 1:
         starts = decaying_sum(sums[:, :, 0], decay**width)
         powers = torch.tensor([decay ** (width - t) for t in range(width)], dtype=sums.dtype, device=sums.device)
         sums[:, :-1].addcmul_(starts[:, 1:, None], powers)
-    return sums.reshape(rows, blocks * width)[:, :tokens]
+    return sums.view(rows, count * width)[:, :tokens]
+
+
+def running_sum(values_RT: Tensor) -> Tensor:
+    """y_t = x_t + y_{t-1} along the last dimension."""
+    if values_RT.device.type == "cpu":
+        return values_RT.cumsum(-1)
+    return decaying_sum(values_RT.flip(-1), 1.0).flip(-1)
 
 
 def _doubled(values: Tensor, decay: float) -> Tensor:
-    """y_t = sum_{s >= t} decay^(s - t) x_s within each row: after each step it reaches twice as far."""
-    width, reach = values.shape[1], 1
-    spare, result = torch.empty_like(values), values.clone()
+    """y_t = sum_{s >= t} decay^(s - t) x_s within each row, new: after each step it reaches twice as far."""
+    width, reach, result = values.shape[1], 1, values
+    if width < 2:
+        return values.clone()
+    targets = cycle((torch.empty_like(values), torch.empty_like(values)))
     while reach < width:
-        torch.add(result[:, :-reach], result[:, reach:], alpha=decay**reach, out=spare[:, :-reach])
-        spare[:, -reach:] = result[:, -reach:]
-        result, spare = spare, result
+        target = next(targets)
+        torch.add(result[:, :-reach], result[:, reach:], alpha=decay**reach, out=target[:, :-reach])
+        target[:, -reach:] = result[:, -reach:]
+        result = target
         reach *= 2
     return result
 
@@ -58,13 +72,18 @@ class Standing:
 
     def __init__(self, mask_RT: Tensor):
         self.mask_RT = mask_RT
-        occupied = mask_RT.any(0).nonzero()
+        bytes_RT = mask_RT.view(
+            torch.uint8
+        )  # of which the largest is found many times faster than whether any bool is true
+        occupied = bytes_RT.amax(0).nonzero() if mask_RT.numel() else bytes_RT[:0]
         self.width = int(occupied[-1]) + 1 if len(occupied) else 0
-        trimmed_RT = mask_RT[:, : self.width]
         self._from: Tensor | None = None  # None: they stand so already, and what is right of them is cut off
-        if bool((trimmed_RT[:, 1:] > trimmed_RT[:, :-1]).any()):  # a hole, or masked at the start
-            place_RT = mask_RT.cumsum(-1)
-            self.width = int(place_RT[:, -1].max())
+        if self.width > 1 and bool(
+            (bytes_RT[:, 1 : self.width] > bytes_RT[:, : self.width - 1]).view(torch.uint8).amax()
+        ):
+            place_RT = mask_RT.cumsum(-1)  # there is a hole, or a row is masked at the start
+            self.length_R = place_RT[:, -1]
+            self.width = int(self.length_R.max())
             self._from = mask_RT.flatten().nonzero().squeeze(-1)
             row_R = torch.arange(len(mask_RT), device=mask_RT.device)[:, None] * self.width
             self._to = (row_R + place_RT - 1).flatten()[self._from]
@@ -72,21 +91,27 @@ class Standing:
     def pull(self, values_RT: Tensor) -> Tensor:
         """(R, width), a new tensor in working precision, 0 right of the last token."""
         if self._from is None:
-            kept_RT = self.mask_RT[:, : self.width]
-            return torch.where(kept_RT, working(values_RT[:, : self.width]), 0.0)
+            return masked(values_RT[:, : self.width], self.mask_RT[:, : self.width])
         result = working(values_RT[:0]).new_zeros(len(values_RT), self.width)
         result.view(-1)[self._to] = working(values_RT.flatten()[self._from])
         return result
 
-    def push(self, values_RW: Tensor, out_RT: Tensor) -> None:
-        """Back to where the tokens stood, into out_RT, 0 where masked."""
+    def present(self) -> Tensor:
+        """(R, width) bool: the mask of what is pulled."""
         if self._from is None:
-            torch.where(self.mask_RT[:, : self.width], values_RW, values_RW.new_zeros(()), out=out_RT[:, : self.width])
+            return self.mask_RT[:, : self.width]
+        return torch.arange(self.width, device=self.mask_RT.device) < self.length_R[:, None]
+
+    def push(self, values_RW: Tensor, out_RT: Tensor) -> Tensor:
+        """out_RT, filled with values where the tokens stood, 0 where masked. The values are 0 right of the last token."""
+        if self._from is None:
+            out_RT[:, : self.width] = values_RW
             out_RT[:, self.width :] = 0
         else:
             moved = values_RW.new_zeros(out_RT.numel())
             moved[self._from] = values_RW.reshape(-1)[self._to]
             out_RT.copy_(moved.view_as(out_RT))
+        return out_RT
 
 
 @torch.no_grad()
@@ -95,15 +120,16 @@ def over_tokens(
 ) -> list[Tensor]:
     """`formula` on the inputs with masked tokens taken out, block of rows by block of rows; (B, T), 0 where masked.
 
-    It gets new (R, W) tensors, tokens to the left, 0 right of them, and gives `outputs` of that shape. Padding that all
-    rows of a block share costs nothing but the zeros of the result, so one long sequence does not make the others dear.
+    It gets new (R, W) tensors, tokens to the left, 0 right of them, and gives `outputs` of that shape, 0 there as well. Padding
+    that all rows of a block share costs nothing but the zeros of the result, so one long sequence does not make the others dear.
     """
     mask_BT = as_mask(mask_BT)
     dtype = torch.float64 if any(x.dtype == torch.float64 for x in inputs_BT) else torch.float32
     results = [torch.empty(mask_BT.shape, dtype=dtype, device=mask_BT.device) for _ in range(outputs)]
-    for rows in row_blocks(mask_BT):
-        standing = Standing(mask_BT[rows])
-        values = formula(*(standing.pull(x_BT[rows]).to(dtype) for x_BT in inputs_BT))
+    for rows, width in blocks(mask_BT):
+        standing = Standing(mask_BT[rows, :width])
+        values = formula(*(standing.pull(x_BT[rows, :width]).to(dtype) for x_BT in inputs_BT))
         for result_BT, value in zip(results, values, strict=True):
-            standing.push(value, result_BT[rows])
+            standing.push(value, result_BT[rows, :width])
+            result_BT[rows, width:] = 0
     return results

@@ -192,7 +192,7 @@ def test_too_few_samples_for_pass_at_k() -> None:
     one = torch.ones(3, 1)
     with pytest.raises(ValueError, match="group 'b' has 2 samples; pass@3 needs at least 3"):
         grpo_passk(torch.ones(5, 1), torch.ones(5, 1), ["a", "b", "a", "a", "b"], k=3)
-    with pytest.raises(ValueError, match="k is 0; it must be a whole number from 1, or none"):
+    with pytest.raises(ValueError, match="grpo_passk: k is 0; it must be a whole number from 1, or none"):
         grpo_passk(one, one, ["a"] * 3, k=0)
     mask = torch.tensor([[1.0], [1.0], [0.0]])  # masked later on: nothing is said, nothing is learned
     assert not grpo_passk(torch.tensor([[1.0], [0.0], [1.0]]), mask, ["a"] * 3, k=3).advantages_BT.any()
@@ -373,7 +373,7 @@ def test_what_is_not_defined_is_said() -> None:
     reward, mask = torch.tensor([[1.0], [math.nan]]), torch.ones(2, 1)
     with pytest.raises(ValueError, match="group 'odd': the score of sample 1 is nan"):
         grpo(reward, mask, ["even", "odd"])
-    with pytest.raises(ValueError, match="singleton is 'mean'"):
+    with pytest.raises(ValueError, match="grpo: singleton is 'mean'; it may be 'zero', 'score'"):
         grpo(mask, mask, ["g", "g"], singleton="mean")
     with pytest.raises(ValueError, match="names 3 samples, the rewards are for 2"):
         grpo(mask, mask, ["g", "g", "g"])
@@ -383,7 +383,7 @@ def test_what_is_not_defined_is_said() -> None:
         grpo(mask, torch.ones(2, 2), ["g", "g"])
     with pytest.raises(ValueError, match="mean_level is 'grop'; it may be 'batch', 'group', 'none'"):
         group_norm(mask, mask, ["g", "g"], mean_level="grop")
-    with pytest.raises(ValueError, match="f_norm is 0"):
+    with pytest.raises(ValueError, match="gpg: f_norm is 0.0; it must be a finite number above 0"):
         gpg(mask, mask, ["g", "g"], f_norm=0.0)
     with pytest.raises(ValueError, match="the baseline_B of sample 1 is nan"):
         remax(mask, mask, reward[:, 0])

@@ -22,6 +22,12 @@ def wants_more(reward_BT, mask_BT, crystal_ball):
 def no_rewards(mask_BT, group_B):
     return None
 
+def of_singletons(reward_BT, mask_BT, singleton):
+    return None
+
+def of_all_settings(reward_BT, mask_BT, gamma, lam, normalize_std):
+    return None
+
 def open_to_all(**offered):
     return sorted(offered)
 
@@ -92,10 +98,15 @@ def test_refusals_say_what_is_wrong(own_module: str) -> None:
         f"{own_module}.no_rewards": "does not take reward_BT",
         f"{own_module}.wants_more": "asks for 'crystal_ball'.*what it can be given: reward_BT, mask_BT, group_B",
         ".half": "cannot be imported",
+        f"{own_module}.of_singletons": "asks for 'singleton'.*what it can be given: .*, gamma, lam, normalize_std$",
     }
     for name, message in cases.items():
         with pytest.raises(ValueError, match=message):
             get_advantage(name)
+    assert advantage.options(f"{own_module}.of_all_settings") == advantage.settings
+    for name in (None, 3, ["grpo"]):
+        with pytest.raises(ValueError, match="advantage estimator is .*; it must be a name or a dotted path"):
+            get_advantage(name)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no policy loss 'vanila'; did you mean 'vanilla'"):
         get_policy_loss("vanila")
 
@@ -124,6 +135,7 @@ def test_options_are_keywords_of_the_function(own_module: str) -> None:
         ("grpo", "temperature"): "'grpo' has no option 'temperature'. Its options are normalize_std, singleton, eps",
         (f"{own_module}.half", "k"): "has no option 'k'. It has no options",
         ("gae", "values_BT"): "'gae': 'values_BT' is data that the trainer gives, not an option",
+        ("grpo", 3): "'grpo' has no option 3. Its options are",
     }
     for (name, option), message in cases.items():
         with pytest.raises(ValueError, match=message):

@@ -11,7 +11,7 @@ from torch import Tensor
 from megarl.algorithms.groups import Groups
 from megarl.algorithms.masking import as_mask
 from megarl.algorithms.registry import Registry
-from megarl.algorithms.rows import any_unmasked, masked_sums
+from megarl.algorithms.rows import any_unmasked, fill_masked, masked_sums
 
 
 class Advantage(NamedTuple):
@@ -36,7 +36,7 @@ advantage: Registry[AdvantageFunction] = Registry(
         "sum_p2_BT",  # sum over the vocabulary of squared probabilities
         "reward_parts_BK",  # K named parts of each sample's reward
     ),
-    settings=("gamma", "lam", "normalize_std", "singleton"),
+    settings=("gamma", "lam", "normalize_std"),
 )
 
 
@@ -48,12 +48,13 @@ def get_advantage(name: str) -> AdvantageFunction:
 
 def grouped(reward_BT: Tensor, mask_BT: Tensor, group_B: Sequence[Hashable] | Tensor) -> tuple[Tensor, Tensor, Groups]:
     """The mask as bool, score_B and the groups. A sample's score is the sum of its rewards over unmasked tokens; a
-    sample with none has no score and is in nobody's statistics. ValueError on a score that is not finite."""
+    sample with none has no score and is in nobody's statistics; scores of a group that differ by rounding alone are made equal.
+    ValueError on a score that is not finite."""
     mask_BT = as_mask(mask_BT)
     score_B = scores(reward_BT, mask_BT)
     groups = Groups(group_B, any_unmasked(mask_BT))
     check_finite("score", score_B, groups)
-    return mask_BT, score_B, groups
+    return mask_BT, groups.levelled(score_B), groups
 
 
 def scores(reward_BT: Tensor, mask_BT: Tensor) -> Tensor:
@@ -75,17 +76,11 @@ def check_finite(what: str, values_B: Tensor, groups: Groups | None = None) -> N
         raise ValueError(f"{where}the {what} of sample {at} is {float(values_B[at])}")
 
 
-def spread(advantage_B: Tensor, mask_BT: Tensor) -> Advantage:
-    """One advantage a sample, written to each of its unmasked tokens."""
-    advantages_BT = torch.where(as_mask(mask_BT), advantage_B[:, None], 0.0)
+def spread(advantage_B: Tensor, mask_BT: Tensor, dtype: torch.dtype | None = None) -> Advantage:
+    """One advantage a sample, written to each of its unmasked tokens, in this precision (None: its own). Advantages and returns
+    are one tensor. ValueError where the precision cannot hold an advantage: scores were too far apart for it."""
+    advantage_B = advantage_B.to(dtype or advantage_B.dtype)
+    check_finite("advantage", advantage_B)
+    advantages_BT = advantage_B.new_empty(mask_BT.shape)
+    fill_masked(advantages_BT, mask_BT, lambda rows, _: advantage_B[rows, None])
     return Advantage(advantages_BT, advantages_BT)
-
-
-def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} is {value!r}; it may be {', '.join(map(repr, choices))}")
-
-
-def check_fraction(name: str, value: float) -> None:
-    if not 0 <= value <= 1:
-        raise ValueError(f"{name} is {value}; it must lie in 0..1")

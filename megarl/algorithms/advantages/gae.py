@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from megarl.algorithms.advantages.base import Advantage, advantage, check_finite, check_fraction, check_shape, scores
+from megarl.algorithms.advantages.base import Advantage, advantage, check_finite, check_shape, scores
+from megarl.algorithms.advantages.options import check_bools, check_fraction
 from megarl.algorithms.masking import as_mask
 from megarl.algorithms.rows import masked_sums
 from megarl.algorithms.scan import decaying_sum, over_tokens
@@ -12,6 +14,7 @@ from megarl.algorithms.whitening import masked_whiten
 
 
 @advantage("gae")
+@torch.no_grad()
 def gae(
     reward_BT: Tensor,
     mask_BT: Tensor,
@@ -27,8 +30,8 @@ def gae(
     Observation tokens in the middle of a response are skipped: value and advantage carry over them undiscounted.
     whiten: the advantages, not the returns, get mean 0 and standard deviation 1 over the batch's tokens.
     """
-    check_fraction("gamma", gamma)
-    check_fraction("lam", lam)
+    gamma, lam = check_fraction("gae", "gamma", gamma), check_fraction("gae", "lam", lam)
+    check_bools("gae", whiten=whiten)
     mask_BT = as_mask(mask_BT)
     check_shape("values_BT", values_BT, mask_BT)
     check_finite("score", scores(reward_BT, mask_BT))

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.advantages.base import Advantage, advantage, grouped, spread
-from megarl.algorithms.groups import Groups
+from megarl.algorithms.advantages.options import check_bools, check_count, check_eps, check_singleton
+from megarl.algorithms.groups import Groups, per_std
 
 
 @advantage("grpo_passk")
+@torch.no_grad()
 def grpo_passk(
     reward_BT: Tensor,
     mask_BT: Tensor,
@@ -34,21 +36,26 @@ def grpo_passk(
     normalize_std False: not divided. ValueError where a group of more than one sample has fewer than k; where it has them,
     but too few with an unmasked token, 0.
     """
-    if k is not None and (not isinstance(k, int) or k < 1):
-        raise ValueError(f"k is {k!r}; it must be a whole number from 1, or none")
+    k = check_count("grpo_passk", "k", k)
+    eps = check_eps("grpo_passk", eps)
+    check_bools("grpo_passk", normalize_std=normalize_std)
+    check_singleton("grpo_passk", singleton)
     mask_BT, score_B, groups = grouped(reward_BT, mask_BT, group_B)
-    advantage_B, std_B = _best_of_all(score_B, groups) if k is None else _best_of_k(score_B, groups, k)
+    highest_B = groups.max(score_B)  # what differs from it by rounding alone is as good: every try may be the best
+    as_good_B = highest_B.double() - score_B <= groups.rounding(score_B)
+    level_B = torch.where(as_good_B, highest_B, score_B)
+    advantage_B, std_B = _best_of_all(level_B, groups) if k is None else _best_of_k(level_B, groups, k)
     if normalize_std:
-        advantage_B = advantage_B / (std_B + eps)
-    return spread(groups.where_alone(singleton, score_B, advantage_B), mask_BT)
+        advantage_B = per_std(advantage_B, std_B, eps)
+    return spread(groups.where_alone(singleton, score_B, advantage_B), mask_BT, score_B.dtype)
 
 
 def _best_of_all(score_B: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
     """s_max - s_second for the one that is best, and the standard deviation of the group's scores."""
     best_B = score_B == groups.max(score_B)
     others_B = torch.where(best_B, groups.min(score_B), score_B)
-    wins_B = best_B & (groups.sum(best_B.to(score_B.dtype)) == 1)
-    lead_B = torch.where(wins_B, score_B - groups.max(others_B), 0.0)
+    wins_B = best_B & (groups.sum(best_B) == 1)
+    lead_B = torch.where(wins_B, score_B.double() - groups.max(others_B), 0.0)
     return lead_B, groups.std_of_centred(groups.centred(score_B))
 
 
@@ -65,10 +72,10 @@ def _best_of_k(score_B: Tensor, groups: Groups, k: int) -> tuple[Tensor, Tensor]
             f"group {groups.names[at]!r} has {int(groups.named_B[at])} samples; pass@{k} needs at least {k}"
         )
     rank_B, order_B = groups.rank(score_B)
-    below_B, n_B = groups.max(score_B) - score_B, groups.size_B
-    of_all_B = _choose(rank_B, k - 1, n_B, k).to(score_B.dtype)
-    if_it_is_best_B = _choose(rank_B, k - 1, n_B - 1, k - 1).to(score_B.dtype)
-    if_other_is_B = _choose(rank_B - 1, k - 2, n_B - 1, k - 1).to(score_B.dtype)
+    below_B, n_B = groups.max(score_B).double() - score_B, groups.size_B
+    of_all_B = _choose(rank_B, k - 1, n_B, k)
+    if_it_is_best_B = _choose(rank_B, k - 1, n_B - 1, k - 1)
+    if_other_is_B = _choose(rank_B - 1, k - 2, n_B - 1, k - 1)
     mean_B = groups.sum(of_all_B * below_B)
     with_it_B = if_it_is_best_B * below_B + groups.sum_above(if_other_is_B * below_B, order_B)
     deviation_B = below_B - mean_B

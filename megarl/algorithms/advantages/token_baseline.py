@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
 
-from megarl.algorithms.advantages.base import Advantage, advantage, check_choice, check_finite, check_shape, scores
-from megarl.algorithms.groups import SINGLETONS, Groups
-from megarl.algorithms.masking import as_mask
-from megarl.algorithms.rows import ELEMENTS, any_unmasked, masked_sums
-from megarl.algorithms.scan import Standing, decaying_sum, over_tokens
+from megarl.algorithms.advantages.base import Advantage, advantage, check_finite, check_shape
+from megarl.algorithms.advantages.options import check_positive, check_singleton
+from megarl.algorithms.groups import Groups
+from megarl.algorithms.masking import as_mask, working
+from megarl.algorithms.rows import ELEMENTS, any_unmasked, masked
+from megarl.algorithms.scan import Standing, decaying_sum, running_sum
 
 
 @advantage("optimal_token_baseline")
+@torch.no_grad()
 def optimal_token_baseline(
     reward_BT: Tensor,
     mask_BT: Tensor,
@@ -35,45 +38,42 @@ def optimal_token_baseline(
     singleton: what a token gets that is alone, its trajectory being longer than all others of the group: "zero", or by "score"
     its G_t. returns_BT is G.
     """
-    check_choice("singleton", singleton, SINGLETONS)
+    check_singleton("optimal_token_baseline", singleton)
+    eps = check_positive("optimal_token_baseline", "eps", eps, 1e-20, 1.0)  # what float32 can divide by
     mask_BT = as_mask(mask_BT)
-    groups = Groups(group_B, any_unmasked(mask_BT))
-    check_finite("score", scores(reward_BT, mask_BT), groups)
-    for name, values_BT in (("old_log_probs_BT", old_log_probs_BT), ("sum_p2_BT", sum_p2_BT)):
+    inputs = {"reward_BT": reward_BT, "old_log_probs_BT": old_log_probs_BT, "sum_p2_BT": sum_p2_BT}
+    for name, values_BT in inputs.items():
         check_shape(name, values_BT, mask_BT)
-    inputs = reward_BT, old_log_probs_BT, sum_p2_BT, mask_BT
-    returns_BT, noise_BT = over_tokens(_returns_and_noise, inputs, mask_BT, outputs=2)
-    check_finite("noise (1 - 2 p + sum_p2_BT)", masked_sums(noise_BT, mask_BT), groups)
-    standing = Standing(mask_BT)
-    returns, noise, present = (standing.pull(x_BT) for x_BT in (returns_BT, noise_BT, mask_BT))
-    del noise_BT
-    for columns in _column_blocks(returns):
-        piece = returns[:, columns]  # becomes the advantages
-        piece.copy_(_less_baseline(piece, noise[:, columns] + eps, present[:, columns] > 0, groups, singleton))
-    advantages_BT = torch.empty_like(returns_BT)
-    standing.push(returns, advantages_BT)
+    groups = Groups(group_B, any_unmasked(mask_BT))
+    dtype = reduce(torch.promote_types, (working(x_BT[:0]).dtype for x_BT in inputs.values()))
+    advantages_BT, returns_BT = (torch.empty(mask_BT.shape, dtype=dtype, device=mask_BT.device) for _ in range(2))
+    score_B, noise_B, baseline_B = advantages_BT.new_zeros(3, len(mask_BT))
+    for sample_GN in groups.blocks(len(mask_BT) if mask_BT.is_cuda else ELEMENTS // max(mask_BT.shape[1], 1)):
+        rows = sample_GN.flatten()
+        standing = Standing(mask_BT.index_select(0, rows))
+        reward, log_prob, sum_p2 = (standing.pull(x_BT.index_select(0, rows)).to(dtype) for x_BT in inputs.values())
+        returns = decaying_sum(reward, 1.0)
+        noise = running_sum((1 - 2 * log_prob.exp_() + sum_p2).clamp_(min=0))
+        score_B[rows], noise_B[rows] = returns[:, :1].sum(-1), noise[:, -1:].sum(-1)
+        pieces = (x.view(*sample_GN.shape, standing.width) for x in (returns, noise.add_(eps), standing.present()))
+        advantages, baseline = _less_baseline(*pieces, singleton=singleton)
+        baseline_B[rows] = baseline.sum((1, 2)).repeat_interleave(sample_GN.shape[1])
+        for out_BT, values in ((returns_BT, returns), (advantages_BT, advantages.view_as(returns))):
+            out_BT.index_copy_(0, rows, standing.push(values, values.new_empty(len(rows), mask_BT.shape[1])))
+    check_finite("score", score_B, groups)
+    check_finite("noise (1 - 2 p + sum_p2_BT)", noise_B, groups)
+    check_finite("sum of baselines above the lowest return", baseline_B, groups)  # not so where they are too far apart
     return Advantage(advantages_BT, returns_BT)
 
 
-def _returns_and_noise(reward: Tensor, log_prob: Tensor, sum_p2: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
-    energy = (1 - 2 * log_prob.exp() + sum_p2).clamp(min=0) * present
-    return decaying_sum(reward, 1.0), decaying_sum(energy.flip(-1), 1.0).flip(-1)
-
-
-def _less_baseline(returns: Tensor, weight: Tensor, present: Tensor, groups: Groups, singleton: str) -> Tensor:
-    """Less the weighted mean over the group, by way of the distances to the smallest: exactly 0 where all are equal."""
-    lowest = groups.reduce(torch.where(present, returns, float("inf")), "min", float("inf"))
-    above = torch.where(present, returns - lowest, 0.0)
-    weight = torch.where(present, weight, 0.0)
-    total = groups.reduce(weight, "sum", 0.0)
-    baseline = groups.reduce(weight * above, "sum", 0.0) / torch.where(total > 0, total, 1.0)
-    alone = groups.reduce(present.to(above.dtype), "sum", 0.0) == 1
-    lone = returns if singleton == "score" else torch.zeros_like(returns)
-    return torch.where(alone, lone, above - baseline)
-
-
-def _column_blocks(like_BT: Tensor) -> Iterator[slice]:
-    rows, columns = like_BT.shape
-    step = max(1, ELEMENTS // max(rows, 1))
-    for start in range(0, columns, step):
-        yield slice(start, start + step)
+def _less_baseline(returns: Tensor, weight: Tensor, present: Tensor, singleton: str) -> tuple[Tensor, Tensor]:
+    """(G, N, W) less the weighted mean over N, by way of the distances to the smallest: exactly 0 where all are equal, and where
+    one is alone. Beside it that mean of the distances, (G, 1, W): finite where they are."""
+    lowest = torch.where(present, returns, float("inf")).amin(1, keepdim=True)
+    above, weight = masked(returns - lowest, present), masked(weight, present)
+    total = weight.sum(1, keepdim=True)
+    baseline = (weight * above).sum(1, keepdim=True).div_(total.add_(total == 0))
+    advantages = masked(above - baseline, present)
+    if singleton == "score":
+        advantages += masked(returns, present & (present.sum(1, keepdim=True) == 1))
+    return advantages, baseline
