@@ -66,7 +66,7 @@ def optimal_token_baseline(
     return Advantage(advantages_BT, returns_BT)
 
 
-def _less_baseline(returns: Tensor, weight: Tensor, present: Tensor, singleton: str) -> tuple[Tensor, Tensor]:
+def _less_baseline(returns: Tensor, weight: Tensor, present: Tensor, *, singleton: str) -> tuple[Tensor, Tensor]:
     """(G, N, W) less the weighted mean over N, by way of the distances to the smallest: exactly 0 where all are equal, and where
     one is alone. Beside it that mean of the distances, (G, 1, W): finite where they are."""
     lowest = torch.where(present, returns, float("inf")).amin(1, keepdim=True)
