@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,6 +20,7 @@ from megarl.batch.sample import Prompt, Sample
 from megarl.cpu import process_env
 from megarl.errors import RunError, UserError
 from megarl.reshard.bucket import BucketSpec
+from megarl.rollout import session
 from megarl.rollout.answers import Open
 from megarl.rollout.group import begin
 from megarl.rollout.router import Router
@@ -64,6 +64,7 @@ class Engine:
         self._folder = tempfile.mkdtemp(prefix="megarl-engine-")
         self._log = Path(log) if log else Path(self._folder, "log.txt")
         self._dead: str | None = None
+        self._shared_files: set[Path] = set()
         self._progress_timeout = progress_timeout
         self._keys = itertools.count()
         self._process, self._connection = self._spawn(threads or os.cpu_count() or 1)
@@ -81,6 +82,7 @@ class Engine:
         except BaseException:
             self.shutdown()
             raise
+        self._shared_files = session.shared_files(self._process.pid)  # known before anybody kills it
         self._open = Open(self._info["vocabulary"], progress_timeout)
 
     def _spawn(self, threads: int) -> tuple[subprocess.Popen[bytes], Connection]:
@@ -168,8 +170,10 @@ class Engine:
     def shutdown(self) -> None:
         """Stop the engine and everything it started. Can be called again, and after any failure."""
         self._connection.close()
-        _kill_session(self._process.pid)
+        self._shared_files |= session.shared_files(self._process.pid)
+        session.kill(self._process.pid)
         self._process.wait()
+        session.remove(self._shared_files)
         shutil.rmtree(self._folder, ignore_errors=True)
         self._dead = self._dead or "it was shut down"
 
@@ -185,21 +189,22 @@ class Engine:
             answer = self._connection.recv()
         except (EOFError, OSError):
             code = self._process.wait()
-            self._fail(f"the SGLang engine died {doing} ({_exit(code)})")
+            # what was killed has said nothing of it: its last line would be taken for a reason
+            self._fail(f"the SGLang engine died {doing} ({_exit(code)})", errors_only=code < 0)
         if answer[0] == "ok":
             return answer[1]
         raise (UserError if answer[1] == "user" else RunError)(f"the SGLang engine refused {method}: {answer[2]}")
 
-    def _fail(self, what: str) -> None:
+    def _fail(self, what: str, errors_only: bool = False) -> None:
         """Raise `what` with the last error that stands in the engine's log; the engine is gone for good."""
         self._dead = what
-        reason = last_error(self._log)
+        reason = last_error(self._log, errors_only)
         self.shutdown()
         raise EngineLost(f"{what}: {reason}" if reason else what)
 
 
-def last_error(log: Path) -> str:
-    """The last line of a log that names an exception, else its last line that shows no progress, else ''."""
+def last_error(log: Path, errors_only: bool = False) -> str:
+    """The last line of a log that names an exception, else (unless `errors_only`) its last that shows no progress, else ''."""
     try:
         lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     except OSError:
@@ -207,35 +212,10 @@ def last_error(log: Path) -> str:
     lines = [line for line in lines if not _PROGRESS.search(line)]
     echoes = ("EOFError", "KeyboardInterrupt")  # of processes that lost the one that failed
     errors = [line for line in lines if _ERROR_LINE.match(line) and not line.startswith(echoes)]
-    return (errors or lines or [""])[-1][:500]
+    return (errors or ([] if errors_only else lines) or [""])[-1][:500]
 
 
 def _exit(code: int) -> str:
     if code >= 0:
         return f"exit code {code}"
     return f"signal {signal.Signals(-code).name}" + (", often for want of memory" if code == -signal.SIGKILL else "")
-
-
-def _kill_session(leader: int) -> None:
-    """Kill every process of a session that `leader` started; returns when they are gone."""
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        try:
-            os.killpg(leader, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            return
-        if not _alive_in_group(leader):
-            return
-        time.sleep(0.02)
-
-
-def _alive_in_group(group: int) -> bool:
-    for entry in os.scandir("/proc"):
-        if entry.name.isdigit():
-            try:
-                fields = Path(entry.path, "stat").read_text().rpartition(")")[2].split()
-            except OSError:  # it ended while we looked
-                continue
-            if int(fields[2]) == group and fields[0] not in "ZX":
-                return True
-    return False

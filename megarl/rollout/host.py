@@ -22,6 +22,7 @@ from typing import Any
 
 from megarl.cpu import enter_sglang
 from megarl.errors import RunError, UserError
+from megarl.rollout import session
 
 _PR_SET_PDEATHSIG = 1
 
@@ -36,13 +37,14 @@ def die_with_parent() -> None:
 
 
 def die_with_other_end(descriptor: int) -> None:
-    """Kill this session, and its folder of temporary files, as soon as the other end of a socket is closed."""
+    """Kill this session, and remove its temporary files, as soon as the other end of a socket is closed."""
 
     def watch() -> None:
         poller = select.poll()
         poller.register(descriptor, select.POLLRDHUP)
         poller.poll()
         shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
+        session.remove(session.shared_files(os.getpid()))
         os.killpg(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True, name="other-end").start()
@@ -61,7 +63,10 @@ def serve(connection: Connection) -> None:
 
     while True:
         answer: tuple[Any, ...]
-        method, arguments = connection.recv()
+        try:
+            method, arguments = connection.recv()
+        except EOFError:  # the end of this process is the other thread's, which has yet to clean up
+            threading.Event().wait()
         try:
             answer = ("ok", start(*arguments) if method == "start" else getattr(server, method)(*arguments))
         except UserError as error:

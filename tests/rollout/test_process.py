@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megarl.errors import RunError, UserError
+from megarl.rollout import session
 from megarl.rollout.engine import Engine, last_error
 
 START = "import sys, time; from megarl.rollout.engine import Engine; e = Engine(sys.argv[1], dtype='float32', max_total_tokens=1024)"
@@ -34,10 +35,12 @@ def test_killed_while_running_leaves_nothing(folder):
     code = START + "; print(e.ready()['pid'], flush=True); time.sleep(100)"
     owner = subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True)
     host = int(owner.stdout.readline())
+    shared = session.shared_files(host)
     assert len(processes_of(host)) >= 2  # the host and the scheduler
     owner.send_signal(signal.SIGKILL)
     owner.wait()
     assert gone_within(host, 10)
+    assert shared and not [path for path in shared if path.exists()]
 
 
 def test_killed_while_starting_leaves_nothing(folder):
@@ -61,6 +64,7 @@ def test_a_scheduler_that_dies_is_one_sentence_and_leaves_nothing(folder):
     """First while running: SGLang takes its whole tree down, and only that."""
     engine = Engine(str(folder), dtype="float32", max_total_tokens=1024)
     host = engine.ready()["pid"]
+    shared = session.shared_files(host)
     scheduler = next(pid for pid in processes_of(host) if b"scheduler" in Path(f"/proc/{pid}/cmdline").read_bytes())
     os.kill(scheduler, signal.SIGKILL)
     from megarl.batch.sample import Prompt
@@ -72,6 +76,7 @@ def test_a_scheduler_that_dies_is_one_sentence_and_leaves_nothing(folder):
         engine.ready()
     assert gone_within(host, 5)
     engine.shutdown()
+    assert shared and not [path for path in shared if path.exists()]
 
 
 def test_a_scheduler_that_dies_at_start_is_one_sentence(folder):
@@ -97,5 +102,5 @@ def test_last_error_of_a_log(tmp_path):
     log.write_text("hello\nTraceback:\n  File x\ntorch.OutOfMemoryError: no room\n\nEOFError\nbye\n")
     assert last_error(log) == "torch.OutOfMemoryError: no room"
     log.write_text("hello\n\nloading: 100% Completed | 1/1 [00:00<00:00, 603.32it/s]\n 0% | 0/1 [00:00<?, ?it/s]\n")
-    assert last_error(log) == "hello"
+    assert last_error(log) == "hello" and last_error(log, errors_only=True) == ""
     assert last_error(tmp_path / "none") == ""
