@@ -19,8 +19,6 @@ from megarl.algorithms.groups import Groups
 from megarl.algorithms.masking import as_mask, keep, working
 from megarl.algorithms.running import RunningStatistics
 
-EQUAL_ULPS = 4  # how far apart sums of the same numbers may be that were added in another order
-
 
 @torch.no_grad()
 def overlong_penalty(length_B: Tensor, max_length: int, cache: int, factor: float = 1.0) -> Tensor:
@@ -122,8 +120,8 @@ def informative(score_B: Tensor, group_B: Sequence[Hashable], counts_B: Tensor |
 
     score_B: the raw score, before a penalty for length or anything else makes equal answers differ.
     counts_B: bool; samples that count (None: all). The others get their group's word and have no say in it.
-    A group of one is not informative. Scores within EQUAL_ULPS steps of float32 (float64) at the largest of them are one score:
-    so far apart are sums of the same parts in another order. ValueError on a score that counts and is not finite.
+    A group of one is not informative. Scores that differ by rounding alone (`Groups.rounding`) are one score, as they are for
+    estimators. ValueError on a score that counts and is not finite.
     """
     check_shapes(score_B=score_B, counts_B=counts_B)
     counts_B = torch.ones_like(score_B, dtype=torch.bool) if counts_B is None else as_mask(counts_B)
@@ -131,8 +129,7 @@ def informative(score_B: Tensor, group_B: Sequence[Hashable], counts_B: Tensor |
     groups = Groups(group_B, counts_B)
     _check_finite(score_B, groups)
     least_B, most_B = groups.min(score_B).double(), groups.max(score_B).double()
-    step_B = torch.finfo(score_B.dtype).eps * torch.maximum(most_B, -least_B)
-    return most_B - least_B > EQUAL_ULPS * step_B
+    return most_B - least_B > groups.rounding(score_B)
 
 
 def _check_finite(score_B: Tensor, groups: Groups | None = None) -> None:
