@@ -19,19 +19,29 @@ _INTEGER = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 def blocks(mask_BT: Tensor) -> Iterator[tuple[slice, int]]:
     """Rows that together cover the bool mask, and a width right of which they have nothing unmasked: all columns, or less by
-    whole COLUMNS. On a GPU, where memory is pooled and launches cost, all rows and columns at once."""
+    whole COLUMNS (on a GPU all, for to find out would be to wait for it)."""
     rows, columns = mask_BT.shape
-    if mask_BT.device.type != "cpu":
-        yield slice(0, rows), columns
-        return
-    step = max(1, ELEMENTS // max(columns, 1))
+    step = rows_at_once(mask_BT)
     for start in range(0, rows, step):
         part = slice(start, min(start + step, rows))
         width = columns
-        if columns > COLUMNS:
-            occupied = mask_BT[part].view(torch.uint8).amax(0).nonzero()
-            width = -(-(int(occupied[-1]) + 1) // COLUMNS) * COLUMNS if len(occupied) else 0
+        if columns > COLUMNS and mask_BT.device.type == "cpu":
+            width = -(-occupied_width(mask_BT[part]) // COLUMNS) * COLUMNS
         yield part, min(width, columns)
+
+
+def rows_at_once(mask_BT: Tensor) -> int:
+    """How many rows a block has; all of them on a GPU, where memory is pooled and launches cost."""
+    rows, columns = mask_BT.shape
+    return max(1, ELEMENTS // max(columns, 1) if mask_BT.device.type == "cpu" else rows)
+
+
+def occupied_width(mask_RT: Tensor) -> int:
+    """How many columns there are up to the last that is unmasked in any row."""
+    if not mask_RT.numel():
+        return 0
+    occupied = mask_RT.view(torch.uint8).amax(0).nonzero()  # `any` over bools is not vectorised
+    return int(occupied[-1]) + 1 if len(occupied) else 0
 
 
 @torch.no_grad()
@@ -77,8 +87,8 @@ def unmasked(mask_BT: Tensor) -> Tensor:
     rows, columns = mask_BT.shape
     if not columns:
         return torch.zeros(rows, device=mask_BT.device)
-    if columns % 8 or not mask_BT.is_contiguous() or mask_BT.storage_offset() % 8:
-        mask_BT = pad(mask_BT, (0, -columns % 8)).contiguous()
+    if columns % 8 or mask_BT.stride() != (columns, 1) or mask_BT.storage_offset() % 8:
+        mask_BT = pad(mask_BT, (0, -columns % 8)).clone(memory_format=torch.contiguous_format)
     count_B = torch.zeros(rows, device=mask_BT.device)
     for words in mask_BT.view(torch.uint8).view(torch.int64).split(255, -1):
         count_B += words.sum(-1, keepdim=True).view(torch.uint8).sum(-1, dtype=torch.float32)
@@ -90,4 +100,4 @@ def any_unmasked(mask_BT: Tensor) -> Tensor:
     mask_BT = as_mask(mask_BT)
     if not mask_BT.shape[-1]:
         return mask_BT.any(-1)
-    return mask_BT.view(torch.uint8).amax(-1) > 0  # `any` over bools is not vectorised
+    return mask_BT.view(torch.uint8).amax(-1) > 0

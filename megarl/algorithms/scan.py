@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megarl.algorithms.masking import as_mask, working
-from megarl.algorithms.rows import blocks, masked
+from megarl.algorithms.rows import blocks, masked, occupied_width
 
 TOKENS = 64  # a block; 6 doublings. More cost more passes, fewer a longer list of blocks to carry over
 
@@ -72,16 +72,12 @@ class Standing:
 
     def __init__(self, mask_RT: Tensor):
         self.mask_RT = mask_RT
-        bytes_RT = mask_RT.view(
-            torch.uint8
-        )  # of which the largest is found many times faster than whether any bool is true
-        occupied = bytes_RT.amax(0).nonzero() if mask_RT.numel() else bytes_RT[:0]
-        self.width = int(occupied[-1]) + 1 if len(occupied) else 0
+        self.width = occupied_width(mask_RT)
         self._from: Tensor | None = None  # None: they stand so already, and what is right of them is cut off
-        if self.width > 1 and bool(
-            (bytes_RT[:, 1 : self.width] > bytes_RT[:, : self.width - 1]).view(torch.uint8).amax()
-        ):
-            place_RT = mask_RT.cumsum(-1)  # there is a hole, or a row is masked at the start
+        bytes_RT = mask_RT.view(torch.uint8)
+        begins_RT = bytes_RT[:, 1 : self.width] > bytes_RT[:, : max(self.width - 1, 0)]
+        if begins_RT.numel() and bool(begins_RT.view(torch.uint8).amax()):  # after a hole, or where a row starts masked
+            place_RT = mask_RT.cumsum(-1)
             self.length_R = place_RT[:, -1]
             self.width = int(self.length_R.max())
             self._from = mask_RT.flatten().nonzero().squeeze(-1)

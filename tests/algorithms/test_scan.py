@@ -205,3 +205,23 @@ def test_a_discount_is_a_fraction(argument: str, value: float) -> None:
     one = torch.ones(1, 1)
     with pytest.raises(ValueError, match=f"{argument} is {value}; it must lie in 0..1"):
         gae(one, one, one, **{argument: value})
+
+
+@many
+@given(seeds)
+def test_rows_are_counted_and_summed_whatever_their_layout(seed: int) -> None:
+    """Slices, transposed, of any width: eight bytes at a time is not how all masks lie."""
+    generator = np.random.default_rng(seed)
+    whole = torch.from_numpy(generator.random((9, int(generator.integers(1, 2100)))) < generator.random())
+    values = torch.from_numpy(generator.integers(-9, 9, whole.shape).astype(np.float32)) / 4
+    first, last = sorted(generator.integers(0, whole.shape[1] + 1, 2).tolist())
+    for mask, x in (
+        (whole, values),
+        (whole[3:4, first:last], values[3:4, first:last]),
+        (whole[:, 1:].T, values[:, 1:].T),
+    ):
+        assert rows.unmasked(mask).equal(mask.sum(-1).float())
+        assert rows.any_unmasked(mask).equal(mask.any(-1))
+        junk = torch.where(mask, x, float("nan"))
+        assert rows.masked_sums(junk, mask).equal(torch.where(mask, x, 0).sum(-1))
+        assert rows.masked(junk, mask).equal(torch.where(mask, x, 0))

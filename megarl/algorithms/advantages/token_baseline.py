@@ -12,7 +12,7 @@ from megarl.algorithms.advantages.base import Advantage, advantage, check_finite
 from megarl.algorithms.advantages.options import check_positive, check_singleton
 from megarl.algorithms.groups import Groups
 from megarl.algorithms.masking import as_mask, working
-from megarl.algorithms.rows import ELEMENTS, any_unmasked, masked
+from megarl.algorithms.rows import any_unmasked, masked, rows_at_once
 from megarl.algorithms.scan import Standing, decaying_sum, running_sum
 
 
@@ -48,7 +48,7 @@ def optimal_token_baseline(
     dtype = reduce(torch.promote_types, (working(x_BT[:0]).dtype for x_BT in inputs.values()))
     advantages_BT, returns_BT = (torch.empty(mask_BT.shape, dtype=dtype, device=mask_BT.device) for _ in range(2))
     score_B, noise_B, baseline_B = advantages_BT.new_zeros(3, len(mask_BT))
-    for sample_GN in groups.blocks(len(mask_BT) if mask_BT.is_cuda else ELEMENTS // max(mask_BT.shape[1], 1)):
+    for sample_GN in groups.blocks(rows_at_once(mask_BT)):
         rows = sample_GN.flatten()
         standing = Standing(mask_BT.index_select(0, rows))
         reward, log_prob, sum_p2 = (standing.pull(x_BT.index_select(0, rows)).to(dtype) for x_BT in inputs.values())
