@@ -134,6 +134,7 @@ def test_a_batch_that_differs_by_rounding_is_whitened_to_zero() -> None:
     near = [1.3, 1.3 + 2**-23, 1.3]
     assert not of("reinforce_plus_plus", near).any() and not of("gae", near).any()
     assert not of("group_norm", near, list("abc"), mean_level="batch", std_level="batch").any()
+    assert not of("group_norm", near, list("abc"), mean_level="none", std_level="batch").any()
     assert not of("reinforce_plus_plus_baseline", near, list("abc"), singleton="score").any()
     assert of("reinforce_plus_plus", [1.3, 1.30001, 1.3]).all()
     back = masked_whiten(torch.tensor([near]), torch.ones(1, 3), shift_mean=False)
@@ -222,6 +223,8 @@ def test_distances_that_float32_cannot_hold() -> None:
     assert not masked_whiten(torch.tensor([[math.nan, math.inf]]), torch.zeros(1, 2)).any()
     masked = torch.tensor([[1.0], [1.0], [0.0]])  # one that does not count is nobody's error either
     assert grpo(torch.full((3, 1), 3e38), masked, ["g"] * 3, normalize_std=False).advantages_BT.tolist() == [[0.0]] * 3
+    apart = rloo(torch.tensor([[3e38], [2.9e38], [0.0]]), masked, ["g"] * 3).advantages_BT[:, 0]
+    assert apart.tolist() == pytest.approx([1e37, -1e37, 0.0], rel=1e-5)
 
 
 def test_large_groups_lose_nothing() -> None:
@@ -235,6 +238,8 @@ def test_large_groups_lose_nothing() -> None:
         gdpo(scores[:, None], one, group, scores[:, None], whiten="none"),
     ):
         torch.testing.assert_close(result.advantages_BT[:, 0].double(), exact, rtol=0, atol=2e-7)
+    mean_B = Groups(group, one[:, 0] > 0).mean(scores)
+    assert mean_B[0].item() == pytest.approx(scores.double().mean().item(), rel=1e-12)
 
 
 def test_long_rows_are_summed_exactly() -> None:
