@@ -45,3 +45,16 @@ def test_the_fastest_way_of_a_peer_counts(monkeypatch):
     rows = {row.name: row for row in estimators.time_rows(case._replace(peers={"a peer": ways}))}
     assert rows["a case: a peer, ms"].value == 1000
     assert rows["a case: a peer ÷ ours, time"][1:] == (2.0, 3.0, False)
+
+
+def test_a_goal_that_the_floor_does_not_reach_says_so(monkeypatch):
+    seconds = {"ours": 1.25, "floor": 1.0, "far": 9.0, "near": 1.5, "bare": 1.2, "without a goal": 1.8}
+    monkeypatch.setattr(estimators, "clock", lambda run: seconds[run()])
+    peers = {who: {"": lambda who=who: who} for who in ("floor", "far", "near", "without a goal")}
+    goals = {"floor": 1.3, "far": 8.0, "near": 2.0}
+    case = estimators.Case("x", lambda: "ours", peers, goals, None, matching={"without a goal": lambda: "bare"})
+    rows = {row.name: row for row in estimators.time_rows(case)}
+    assert rows["x: far ÷ ours, time"].met is False and rows["x: time ÷ the floor's"].met
+    assert not rows["x: near ÷ ours, time (the floor does not reach this either)"].met
+    assert rows["x: near ÷ the floor, time: the most there is"].value == 1.5
+    assert rows["x: without a goal ÷ ours, time"][1:] == (1.5, None, True)
