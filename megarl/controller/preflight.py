@@ -216,12 +216,11 @@ def _estimator(cfg: Config) -> Iterator[str]:
 def _objective(cfg: Config) -> Iterator[str]:
     from megarl.algorithms import Objective
 
+    ranged = ("clip_low", "clip_high", "clip_dual", "entropy_coefficient", "kl_coefficient")  # told by their ranges
     try:
         Objective.from_config(cfg.algorithm)
     except ValueError as error:
-        if not any(
-            key in str(error) for key in ("clip_low is", "clip_high is", "clip_dual is")
-        ):  # told by their ranges
+        if not any(f"{key} is" in str(error) for key in ranged):
             yield f"algorithm: {error}"
 
 
