@@ -117,7 +117,7 @@ BALANCING = {
 }
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_balancing_losses_are_the_same_under_every_split(
     world: int, tmp_path: Path, record_invariant: Callable[[str, float, float], None]
 ) -> None:
