@@ -60,12 +60,12 @@ class Run:
         return found
 
     def lines(self, name: str) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.run_folder / name).read_text().splitlines()]
+        return [json.loads(line) for line in (self.run_folder / name).read_text().split("\n") if line]
 
     def steps(self) -> list[dict[str, Any]]:
         """metrics.jsonl without evaluations; empty before there is one."""
         files = list(self.root.glob("*/metrics.jsonl"))
-        rows = [json.loads(line) for line in files[0].read_text().splitlines()] if files else []
+        rows = [json.loads(line) for line in files[0].read_text().split("\n") if line] if files else []
         return [row for row in rows if "reward/mean" in row]
 
     def metrics(self, step: int) -> dict[str, Any]:
