@@ -93,8 +93,8 @@ class AlgorithmConfig:
     lam: float = 1.0  # gae: how far advantages look ahead
     policy_loss: str = "vanilla"  # a registered loss, or package.module.function
     policy_loss_options: dict[str, Any] = field(default_factory=dict)  # further keyword arguments of the loss
-    clip_low: float = 0.2  # the policy ratio counts down to 1 - clip_low
-    clip_high: float = 0.2  # the policy ratio counts up to 1 + clip_high
+    clip_low: float = 0.2  # PPO's ratio counts down to 1 - clip_low (other losses: docs/algorithms.md)
+    clip_high: float = 0.2  # PPO's ratio counts up to 1 + clip_high (other losses: docs/algorithms.md)
     clip_dual: float | None = 3.0  # bound on the loss of a negative advantage (dual clip); None: off
     aggregation: Aggregation | None = None  # average of the loss over a mini-batch; None: the loss's own
     entropy_coefficient: float = 0.0  # bonus: subtracted from the loss
