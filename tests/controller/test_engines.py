@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -158,7 +159,9 @@ def test_what_is_unfinished_goes_on_under_other_weights(crew):
     engines = crew.fresh().engines
     supply = iter(prompts(40, "q"))
     selection = Selection(more=lambda k: [next(supply) for _ in range(k)], oversample=3.0, unfinished="keep")
-    rollout = Generated(engines, crew.config.rollout, selection=selection)
+    # Responses of very different lengths, so that some are still sampled when enough groups are finished.
+    settings = replace(crew.config.rollout, max_new_tokens=200)
+    rollout = Generated(engines, settings, selection=selection, stop_token_ids=range(10, 18))
     first = rollout.collect(prompts(2), 1)
     assert len(first) == 8 and first.meta["rollout"]["asked"] == 6 and first.meta["rollout"]["unfinished"] >= 1
     crew.weights.use(crew.other, 2)
@@ -169,11 +172,11 @@ def test_what_is_unfinished_goes_on_under_other_weights(crew):
         batches.append(rollout.collect([next(supply), next(supply)], 1 + len(batches)))
         samples = batches[-1].to_samples()
         mixed = [s for s in samples if len(set(s.token_versions)) > 1]
-    assert batches[1].meta["rollout"]["resumed"] >= 1
+    assert sum(batch.meta["rollout"]["resumed"] for batch in batches) >= 1
     for sample in mixed:
         versions = torch.tensor(sample.token_versions)
         assert versions.tolist() == sorted(versions.tolist()) and set(versions.tolist()) == {1, 2}
-        assert sample.weight_version == 1 and len(sample.response_ids) <= 48
+        assert sample.weight_version == 1 and len(sample.response_ids) <= 200
         exact = torch.where(
             versions == 1,
             log_probs(crew.folder, sample.prompt_ids, sample.response_ids),
