@@ -136,10 +136,15 @@ class _Check:
             else:
                 self._add(_objective(cfg))
         self._add(_correction(cfg))
-        if not any(problem.startswith("algorithm") for problem in self.found):
-            from megarl.controller import rehearsal
+        self._rehearse()
 
-            self._add(rehearsal.problems(cfg))
+    def _rehearse(self) -> None:
+        """Try estimator and loss, each where nothing is known to be wrong with it."""
+        from megarl.controller import rehearsal
+
+        wrong = [problem for problem in self.found if problem.startswith("algorithm")]
+        of_estimator = [p for p in wrong if p.startswith(("algorithm.advantage", "algorithm.gamma", "algorithm.lam"))]
+        self._add(rehearsal.problems(self.cfg, estimator=not of_estimator, loss=len(wrong) == len(of_estimator)))
 
     def _data(self) -> None:
         from megarl import data

@@ -19,17 +19,21 @@ _SETTINGS = {"gamma": 1.0, "lam": 1.0, "normalize_std": True}  # of estimators, 
 _CLIPS = {"clip_low": 0.2, "clip_high": 0.2, "clip_dual": 3.0}
 
 
-def problems(cfg: Config) -> Iterator[str]:
-    """One sentence for each thing that is wrong with how the recipe calls its estimator and its policy loss; their names and the
-    names of their options must be right already."""
-    yield from _idle(cfg)
+def problems(cfg: Config, *, estimator: bool = True, loss: bool = True) -> Iterator[str]:
+    """One sentence for each thing that is wrong with how the recipe calls its estimator and its policy loss. What has a problem
+    that is known already (an unknown name, a value out of range) is left out."""
+    if estimator and loss:
+        yield from _idle(cfg)
     batch = _made_up(cfg.rollout.n)
-    try:
-        batch = Estimator(cfg.algorithm)(batch)
-    except RunError as error:
-        yield f"algorithm.advantage={cfg.algorithm.advantage}, tried on made-up samples: {error}"
+    if estimator:
+        try:
+            batch = Estimator(cfg.algorithm)(batch)
+        except RunError as error:
+            yield f"algorithm.advantage={cfg.algorithm.advantage}, tried on made-up samples: {error}"
+    if "advantages" not in batch:
         batch = batch.set("advantages", torch.ones(len(batch) * _TOKENS), Level.RESPONSE)
-    yield from _loss(cfg, Objective.from_config(cfg.algorithm), batch)
+    if loss:
+        yield from _loss(cfg, Objective.from_config(cfg.algorithm), batch)
 
 
 def _idle(cfg: Config) -> Iterator[str]:

@@ -69,7 +69,10 @@ CASES = {
         "algorithm.advantage_options.scale=bla",
         "algorithm.policy_loss=clip_cov",
         "algorithm.policy_loss_options.cov_ratio=abc",
-        said=("algorithm.advantage=gpg, tried on made-up samples: ", "policy_loss"),
+        said=(
+            "algorithm.advantage=gpg, tried on made-up samples: ",
+            "policy loss 'clip_cov': cov_ratio is 'abc'; it must be a finite number above 0",
+        ),
     ),
     "more tries than samples": bad(
         "algorithm.advantage=grpo_passk",
