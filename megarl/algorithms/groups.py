@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -27,13 +29,15 @@ class Groups:
         names = _names(group_B)
         if len(names) != len(counts_B):
             raise ValueError(f"group_B names {len(names)} samples, the rewards are for {len(counts_B)}")
-        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-        # Hashing is Python's work; mapped in C it costs half a millisecond for 8192 samples.
+        # Hashing is Python's work: one pass, in C, that gives each new name the next number.
+        numbers: defaultdict[Hashable, int] = defaultdict(count().__next__)
         index_B = torch.from_numpy(np.fromiter(map(numbers.__getitem__, names), np.int64, len(names)))
         self.names = names
         self.counts_B = counts_B
         # Sorted runs and a segmented reduction: unlike scattered adds, the result is the same every time on a GPU.
-        self._order_B = index_B.argsort(stable=True).to(counts_B.device)
+        # Sixteen bits are sorted by counting, in a tenth of the time.
+        short = index_B.numpy().astype(np.uint16) if len(numbers) <= 2**16 else index_B.numpy()
+        self._order_B = torch.from_numpy(np.argsort(short, kind="stable")).to(counts_B.device)
         self._lengths_G = index_B.bincount(minlength=len(numbers)).to(counts_B.device)
         self._index_B = index_B.to(counts_B.device)
         self.named_B = self._lengths_G[self._index_B]
@@ -84,16 +88,15 @@ class Groups:
     def rounding(self, values_B: Tensor) -> Tensor:
         """The difference that means nothing: a few units in the last place of the group's largest |value|, in the precision
         that the values have."""
-        largest_B = torch.maximum(self.max(values_B), -self.min(values_B)).double()
-        return ULPS * torch.finfo(values_B.dtype).eps * largest_B
+        return ULPS * torch.finfo(values_B.dtype).eps * self.max(values_B.abs()).double()
 
     def levelled(self, values_B: Tensor) -> Tensor:
         """The values; those of a group that differ by rounding alone are all its smallest. Equal answers can have 1.29999995
         and 1.30000007 for 1.3, where its parts are added in another order, and a division by the standard deviation would
         make an advantage of that."""
         least_B = self.min(values_B)
-        equal_B = self.max(values_B).double() - least_B <= self.rounding(values_B)
-        return torch.where(equal_B, least_B, values_B)
+        above_B = values_B.double() - least_B
+        return torch.where(self.max(above_B) <= self.rounding(values_B), least_B, values_B)
 
     def where_alone(self, singleton: str, score_B: Tensor, advantage_B: Tensor) -> Tensor:
         """The advantage; where a sample is alone in its group, 0 (singleton "zero") or its raw score ("score"). 0 where it does

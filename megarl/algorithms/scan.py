@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megarl.algorithms.masking import as_mask, working
-from megarl.algorithms.rows import blocks, masked, occupied_width
+from megarl.algorithms.rows import blocks, masked, occupied_width, unmasked
 
 TOKENS = 64  # a block; 6 doublings. More cost more passes, fewer a longer list of blocks to carry over
 
@@ -32,8 +32,8 @@ def decaying_sum(values_RT: Tensor, decay: float) -> Tensor:
     depend on the precision that matrix products are set to.
     """
     rows, tokens = values_RT.shape
-    if decay == 1 and values_RT.device.type == "cpu":  # one pass; on a GPU it may differ from run to run
-        return values_RT.flip(-1).cumsum_(-1).flip(-1)
+    if decay == 1 and values_RT.device.type == "cpu":  # on a GPU a cumsum may differ from run to run
+        return _of_one_each(values_RT) if _at_most_one_each(values_RT) else values_RT.flip(-1).cumsum_(-1).flip(-1)
     width = min(TOKENS, tokens)
     count = -(-tokens // width) if width else 0
     padded_RT = pad(values_RT, (0, count * width - tokens)) if count * width > tokens else values_RT
@@ -50,6 +50,20 @@ def running_sum(values_RT: Tensor) -> Tensor:
     if values_RT.device.type == "cpu":
         return values_RT.cumsum(-1)
     return decaying_sum(values_RT.flip(-1), 1.0).flip(-1)
+
+
+def _at_most_one_each(values_RT: Tensor) -> bool:
+    """Whether no row has more than one place that is not 0: rewards for whole answers, which most are."""
+    return bool((unmasked(values_RT != 0) <= 1).all())
+
+
+def _of_one_each(values_RT: Tensor) -> Tensor:
+    """`decaying_sum` with decay 1 of such rows: the one value at its place and before."""
+    if not values_RT.numel():
+        return values_RT.clone()
+    place_R = (values_RT != 0).view(torch.uint8).argmax(-1).to(torch.int32)
+    before_RT = torch.arange(values_RT.shape[1], dtype=torch.int32) <= place_R[:, None]
+    return masked(values_RT.sum(-1, keepdim=True), before_RT)
 
 
 def _doubled(values: Tensor, decay: float) -> Tensor:
