@@ -11,9 +11,11 @@ from torch import Tensor
 
 
 def is_number(value: Any) -> bool:
-    """A finite real number; True and False are none."""
-    number: Any = value
-    return isinstance(value, Real) and not isinstance(value, bool) and abs(number) < math.inf
+    """A finite real number that a float can hold; True and False are none."""
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(float(value))
+    except OverflowError:
+        return False
 
 
 def check_number(

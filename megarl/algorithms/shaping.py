@@ -120,7 +120,7 @@ def informative(score_B: Tensor, group_B: Sequence[Hashable], counts_B: Tensor |
 
     score_B: the raw score, before a penalty for length or anything else makes equal answers differ.
     counts_B: bool; samples that count (None: all). The others get their group's word and have no say in it.
-    A group of one is not informative. Scores that differ by rounding alone (`Groups.rounding`) are one score, as they are for
+    A group of one is not informative. Scores that differ by rounding alone (`Groups.levelled`) are one score, as they are for
     estimators. ValueError on a score that counts and is not finite.
     """
     check_shapes(score_B=score_B, counts_B=counts_B)
@@ -128,8 +128,8 @@ def informative(score_B: Tensor, group_B: Sequence[Hashable], counts_B: Tensor |
     score_B = keep(score_B, counts_B)
     groups = Groups(group_B, counts_B)
     _check_finite(score_B, groups)
-    least_B, most_B = groups.min(score_B).double(), groups.max(score_B).double()
-    return most_B - least_B > groups.rounding(score_B)
+    score_B = groups.levelled(score_B)
+    return groups.max(score_B) > groups.min(score_B)
 
 
 def _check_finite(score_B: Tensor, groups: Groups | None = None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,6 +59,3 @@ class _Critic:
 
     def write(self, bucket: BucketSpec) -> None:
         self.ranks.write(bucket, "critic")
-
-    def fingerprints(self, names: Sequence[str], dtype: str) -> list[dict[str, int]]:
-        raise NotImplementedError("an export is not verified")

@@ -198,7 +198,7 @@ def _estimator(cfg: Config) -> Iterator[str]:
         advantage.check_options(name, options)
     except ValueError as error:
         yield f"algorithm.advantage_options: {error}"
-    for key in sorted({"gamma", "lam", "normalize_std"} & set(options)):
+    for key in sorted(set(advantage.settings) & set(options)):
         yield f"algorithm.advantage_options.{key} is a setting of its own; write algorithm.{key}={options[key]}"
     for needed in advantage.required(name):
         if needed == "values_BT" and cfg.critic is None:

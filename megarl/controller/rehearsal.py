@@ -11,12 +11,11 @@ import torch
 from megarl.algorithms import Objective, advantage, denominators, policy_loss
 from megarl.batch import Batch, Level, Sample
 from megarl.config import Config
+from megarl.config.schema import AlgorithmConfig
 from megarl.controller.estimator import Estimator
 from megarl.errors import RunError
 
 _GROUPS, _TOKENS = 2, 4
-_SETTINGS = {"gamma": 1.0, "lam": 1.0, "normalize_std": True}  # of estimators, with their defaults
-_CLIPS = {"clip_low": 0.2, "clip_high": 0.2, "clip_dual": 3.0}
 
 
 def problems(cfg: Config, *, estimator: bool = True, loss: bool = True) -> Iterator[str]:
@@ -38,19 +37,16 @@ def problems(cfg: Config, *, estimator: bool = True, loss: bool = True) -> Itera
 
 def _idle(cfg: Config) -> Iterator[str]:
     """Settings that were set and that the named function does not take."""
-    a = cfg.algorithm
-    for kind, name, registry, settings in (
-        ("advantage", a.advantage, advantage, _SETTINGS),
-        ("policy_loss", a.policy_loss, policy_loss, _CLIPS),
-    ):
+    a, defaults = cfg.algorithm, AlgorithmConfig()
+    for kind, name, registry in (("advantage", a.advantage, advantage), ("policy_loss", a.policy_loss, policy_loss)):
         functions = [registry.get(name)]
         if kind == "policy_loss" and (prepare := policy_loss.traits(name).prepare) is not None:
             functions.append(prepare)
         parameters = {p.name: p for f in functions for p in inspect.signature(f).parameters.values()}
         if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             continue
-        for setting, default in settings.items():
-            if getattr(a, setting) != default and setting not in parameters:
+        for setting in registry.settings:
+            if getattr(a, setting) != getattr(defaults, setting) and setting not in parameters:
                 yield (
                     f"algorithm.{setting}={getattr(a, setting)} means nothing to algorithm.{kind}={name}, which does not take "
                     f"it; remove it"

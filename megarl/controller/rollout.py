@@ -28,7 +28,7 @@ class Rollout(Protocol):
 
 
 @dataclass(frozen=True)
-class Selection:
+class GroupSelection:
     """Which groups make a step, and when they are looked at.
 
     score: what a finished group earns, as fields of the samples; called while others are still sampled.
@@ -88,7 +88,7 @@ class Generated:
         engines: EngineGroup,
         config: RolloutConfig,
         *,
-        selection: Selection = Selection(),
+        selection: GroupSelection = GroupSelection(),
         min_p: float = 0.0,
         stop: Sequence[str] = (),
         stop_token_ids: Sequence[int] = (),

@@ -27,8 +27,7 @@ from megarl.controller.roles import (
     Reference,
     RewardModel,
 )
-from megarl.controller.rollout import Generated, Replayed, Rollout
-from megarl.controller.rollout import Selection as GroupSelection
+from megarl.controller.rollout import Generated, GroupSelection, Replayed, Rollout
 from megarl.controller.selection import Bypassed, Scored, Selection, unequal
 from megarl.controller.shaping import Shaping
 from megarl.controller.sync import WeightSync

@@ -118,7 +118,9 @@ class WorkerGroup:
         return merged | {"skipped": sum(1 - r["applied"] for r in results)}
 
     def _prepared(self, part: Batch) -> Batch:
-        """With what the policy loss must know of a whole mini-batch."""
+        """With what the policy loss must know of a whole mini-batch; most know nothing of it."""
+        if not self._objective.prepares:
+            return part
         data = {name: part.padded(name) for name in part.names if part.level(name) is Level.RESPONSE}
         try:
             made = self._objective.prepare(data)

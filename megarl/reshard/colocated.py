@@ -25,11 +25,15 @@ _SHARED_MEMORY = Path("/dev/shm")
 _SAMPLED = 8  # "sampled" proves every eighth tensor, another eighth each time
 
 
-class Shards(Protocol):
-    """The trainer's side: all ranks of the actor."""
+class Writers(Protocol):
+    """All ranks that hold a model."""
 
     def write(self, bucket: BucketSpec) -> None:
         """Return when every rank has written its slices."""
+
+
+class Shards(Writers, Protocol):
+    """The trainer's side: all ranks of the actor."""
 
     def fingerprints(self, names: Sequence[str], dtype: str) -> list[dict[str, int]]:
         """Each rank's shares."""
@@ -117,7 +121,7 @@ class Colocated:
         tensors = sum(len(b.tensors) for b in self._buckets)
         return ReshardReport(end - start, end - moved, self.bytes, tensors, len(proved))
 
-    def tensors(self, shards: Shards) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self, shards: Writers) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor under the checkpoint's name, in its order: for an export. A tensor is valid until the next is asked for."""
         for bucket in self._buckets:
             placed = replace(bucket, path=self._paths[0])

@@ -22,7 +22,7 @@ from megarl import config
 from megarl.batch import Batch, Level, Prompt
 from megarl.controller.cluster import cluster
 from megarl.controller.engines import EngineGroup
-from megarl.controller.rollout import Generated, Selection
+from megarl.controller.rollout import Generated, GroupSelection
 from megarl.errors import RunError
 from megarl.models.tiny import make_tiny
 from megarl.reshard.bucket import BucketSpec
@@ -158,7 +158,7 @@ def test_what_is_unfinished_goes_on_under_other_weights(crew):
     """Every token's log-prob is that of the very weights that its version names."""
     engines = crew.fresh().engines
     supply = iter(prompts(40, "q"))
-    selection = Selection(more=lambda k: [next(supply) for _ in range(k)], oversample=3.0, unfinished="keep")
+    selection = GroupSelection(more=lambda k: [next(supply) for _ in range(k)], oversample=3.0, unfinished="keep")
     # Responses of very different lengths, so that some are still sampled when enough groups are finished.
     settings = replace(crew.config.rollout, max_new_tokens=200)
     rollout = Generated(engines, settings, selection=selection, stop_token_ids=range(10, 18))
@@ -200,14 +200,14 @@ def test_the_filter_gets_scored_groups_while_others_are_sampled(crew):
         seen.append((batch["uid"][0], time.monotonic()))
         return int(batch["uid"][0][1:]) % 2 == 0
 
-    selection = Selection(score, keep, more=lambda k: [next(supply) for _ in range(k)], oversample=1.5)
+    selection = GroupSelection(score, keep, more=lambda k: [next(supply) for _ in range(k)], oversample=1.5)
     batch = Generated(engines, crew.config.rollout, selection=selection).collect(prompts(3), 5)
     assert len(batch) == 12 and batch["reward"].tolist() == batch.response_lengths.tolist()
     assert all(int(uid[1:]) % 2 == 0 for uid in batch["uid"])
     assert batch.meta["rollout"]["rejected"] == sum(int(uid[1:]) % 2 for uid, _ in seen) >= 1
     order = [(uid[0] == "q", int(uid[1:])) for uid in batch["uid"]]
     assert order == sorted(order)
-    never = Selection(keep=lambda _: False, more=lambda k: [next(supply) for _ in range(k)], limit=2)
+    never = GroupSelection(keep=lambda _: False, more=lambda k: [next(supply) for _ in range(k)], limit=2)
     with pytest.raises(RunError, match="4 groups were sampled and 0 of 2 passed the filter; rollout.filter_limit"):
         Generated(engines, crew.config.rollout, selection=never).collect(prompts(2), 6)
 
@@ -336,7 +336,9 @@ def test_fifty_steps_with_partial_rollouts_and_losses_leave_nothing_behind(crew)
     def more(k: int) -> list[Prompt]:
         return [Prompt(f"s{next(numbers)}", [5 + next(numbers) % 300 for _ in range(6)]) for _ in range(k)]
 
-    rollout = Generated(engines, crew.config.rollout, selection=Selection(more=more, oversample=2.0, unfinished="keep"))
+    rollout = Generated(
+        engines, crew.config.rollout, selection=GroupSelection(more=more, oversample=2.0, unfinished="keep")
+    )
     seen: set[str] = set()
     before: dict[str, int] = {}
     resumed = 0

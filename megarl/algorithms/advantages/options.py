@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
+from megarl.algorithms.checks import check_flag, is_number
 from megarl.algorithms.groups import SINGLETONS
 
 LARGEST = 2**31 - 1
@@ -27,25 +28,24 @@ def check_singleton(estimator: str, value: Any) -> None:
 def check_bools(estimator: str, **options: Any) -> None:
     """Nothing but True and False: the text "none" would count as true."""
     for option, value in options.items():
-        if not isinstance(value, bool):
-            raise ValueError(f"{estimator}: {option} is {value!r}; it must be true or false")
+        check_flag(f"{estimator}: {option}", value)
 
 
 def check_fraction(estimator: str, option: str, value: Any) -> float:
-    if not _is_number(value) or not 0 <= value <= 1:
+    if not is_number(value) or not 0 <= value <= 1:
         raise ValueError(f"{estimator}: {option} is {value!r}; it must lie in 0..1")
     return float(value)
 
 
 def check_eps(estimator: str, value: Any) -> float:
-    if not _is_number(value) or value < 0:
+    if not is_number(value) or value < 0:
         raise ValueError(f"{estimator}: eps is {value!r}; it must be a finite number from 0")
     return float(value)
 
 
 def check_positive(estimator: str, option: str, value: Any, least: float = 0.0, most: float = math.inf) -> float:
     """Above 0, and within bounds that leave a division by it in range."""
-    if not _is_number(value) or not least <= value <= most or not value > 0:
+    if not is_number(value) or not least <= value <= most or not value > 0:
         bounds = f"in {least:g}..{most:g}" if least else "above 0"
         raise ValueError(f"{estimator}: {option} is {value!r}; it must be a finite number {bounds}")
     return float(value)
@@ -65,18 +65,10 @@ def check_weights(estimator: str, option: str, value: Any, wanted: int) -> list[
     if value is None:
         return [1.0] * wanted
     numbers = value.tolist() if isinstance(value, Tensor | np.ndarray) else value
-    if not isinstance(numbers, Sequence) or isinstance(numbers, str | bytes) or not all(map(_is_number, numbers)):
+    if not isinstance(numbers, Sequence) or isinstance(numbers, str | bytes) or not all(map(is_number, numbers)):
         raise ValueError(
             f"{estimator}: {option} is {value!r}; it must be a list of finite numbers, one a reward, or none"
         )
     if len(numbers) != wanted:
         raise ValueError(f"{estimator}: {option} has {len(numbers)} numbers, there are {wanted} rewards a sample")
     return [float(number) for number in numbers]
-
-
-def _is_number(value: Any) -> bool:
-    """A finite real number that a float can hold; a bool is none."""
-    try:
-        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(float(value))
-    except OverflowError:
-        return False
