@@ -100,6 +100,7 @@ class _Check:
         except UserError as error:
             self._add([f"model.path={self.cfg.model.path}: {error}"])
         if self.model is not None:
+            self._add(_sampled(self.cfg, self.model))
             self._add(_layout(self.cfg, self.model))
             self._add(_numbers(self.cfg, self.model))
             self._add(_recording(self.cfg, self.model))
@@ -276,6 +277,15 @@ def _recording(cfg: Config, model: ModelMap) -> Iterator[str]:
         context=model.model_args()["max_sequence_length"],
     )
     yield from (f"rollout.replay={replay}: {fault}" for fault in faults)
+
+
+def _sampled(cfg: Config, model: ModelMap) -> Iterator[str]:
+    """Models that the trainer can compute and whose weights cannot be given to an engine yet."""
+    if model.has_experts or model.is_latent:
+        yield (
+            f"model.path={cfg.model.path}: a model of type {model.family} has experts or latent attention, which the rollout engine "
+            "cannot be given weights of yet; name a dense model of the families Llama, Qwen2 or Qwen3"
+        )
 
 
 def _numbers(cfg: Config, model: ModelMap) -> Iterator[str]:

@@ -152,6 +152,10 @@ CASES = {
         "algorithm.correction.level=token",
         said="algorithm.correction: bypass leaves nothing to correct: it needs level 'none' and no rejection",
     ),
+    "experts that no engine is given": bad(
+        "model.path=tiny-qwen3-moe",
+        said="model.path=tiny-qwen3-moe: a model of type qwen3_moe has experts or latent attention, which the rollout engine cannot",
+    ),
     "context parallel": bad(
         "actor.parallel.context=2",
         "actor.share_prompts=true",
