@@ -69,9 +69,9 @@ def check_shape(name: str, values_BT: Tensor, mask_BT: Tensor) -> None:
 
 
 def check_finite(what: str, values_B: Tensor, groups: Groups | None = None) -> None:
-    broken_B = ~values_B.isfinite()
-    if bool(broken_B.any()):
-        at = int(broken_B.nonzero()[0])
+    finite_B = values_B.isfinite()
+    if not bool(finite_B.all()):
+        at = int((~finite_B).nonzero()[0])
         where = f"group {groups.names[at]!r}: " if groups else ""
         raise ValueError(f"{where}the {what} of sample {at} is {float(values_B[at])}")
 
