@@ -280,11 +280,18 @@ def _recording(cfg: Config, model: ModelMap) -> Iterator[str]:
 
 
 def _sampled(cfg: Config, model: ModelMap) -> Iterator[str]:
-    """Models that the trainer can compute and whose weights cannot be given to an engine yet."""
-    if model.has_experts or model.is_latent:
+    """Models that the trainer can compute and the rollout engine cannot sample."""
+    said = f"model.path={cfg.model.path}: a model of type {model.family}"
+    if model.is_latent:
         yield (
-            f"model.path={cfg.model.path}: a model of type {model.family} has experts or latent attention, which the rollout engine "
-            "cannot be given weights of yet; name a dense model of the families Llama, Qwen2 or Qwen3"
+            f"{said} has latent attention, which the rollout engine cannot be given weights of yet; name a model of the families "
+            "Llama, Qwen2, Qwen3, Qwen3-MoE or Mixtral"
+        )
+    dims = model.dims
+    if model.family == "mixtral" and dims.head_dim * dims.heads != dims.hidden:
+        yield (
+            f"{said} has heads of {dims.head_dim}, and SGLang samples it only with hidden_size / num_attention_heads = "
+            f"{dims.hidden / dims.heads:g}"
         )
 
 

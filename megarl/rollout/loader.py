@@ -25,6 +25,9 @@ FORMAT = "megarl.rollout.loader.load"
 _MLP_MULTIPLE = 32  # sglang.srt.configs.update_config
 
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+# SGLang holds a layer's experts as two tensors, (experts, 2 x MLP, hidden) and (experts, hidden, MLP); the checkpoint one by one.
+_EXPERTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
+_MIXTRAL_BLOCK, _MIXTRAL_NAMES = "block_sparse_moe.experts", {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
 def write_request(path: Path, bucket: BucketSpec) -> None:
@@ -95,8 +98,8 @@ def _without_padding(view: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor
 def checkpoint_views(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The model's own parameters under the checkpoint's names and shapes: views, nothing is copied.
 
-    Fused projections are cut where the checkpoint has separate tensors, padded vocabularies to the real one. Parameters that
-    several modules share appear once, under the first name, as in a checkpoint with tied embeddings.
+    Fused projections and experts are cut where the checkpoint has separate tensors, padded vocabularies to the real one.
+    Parameters that several modules share appear once, under the first name, as in a checkpoint with tied embeddings.
     """
     return dict(_views(model))
 
@@ -110,7 +113,17 @@ def _views(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             parts = parameter.data.split(module.output_partition_sizes)
             for part, view in zip(_FUSED[leaf], parts, strict=True):
                 yield f"{parent}.{part}.{kind}", view
+        elif leaf == "experts" and kind in _EXPERTS:
+            yield from _of_experts(module_name, kind, parameter.data)
         elif hasattr(module, "org_vocab_size"):
             yield name, parameter.data[: module.org_vocab_size]
         else:
             yield name, parameter.data
+
+
+def _of_experts(module_name: str, kind: str, weights: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    parts = _EXPERTS[kind]
+    for number, expert in enumerate(weights):
+        for part, view in zip(parts, expert.chunk(len(parts)), strict=True):
+            name = _MIXTRAL_NAMES[part] if module_name.endswith(_MIXTRAL_BLOCK) else part
+            yield f"{module_name}.{number}.{name}.weight", view

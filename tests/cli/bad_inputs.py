@@ -152,9 +152,13 @@ CASES = {
         "algorithm.correction.level=token",
         said="algorithm.correction: bypass leaves nothing to correct: it needs level 'none' and no rejection",
     ),
-    "experts that no engine is given": bad(
-        "model.path=tiny-qwen3-moe",
-        said="model.path=tiny-qwen3-moe: a model of type qwen3_moe has experts or latent attention, which the rollout engine cannot",
+    "latent attention that no engine is given": bad(
+        "model.path=tiny-deepseek",
+        said="model.path=tiny-deepseek: a model of type deepseek_v3 has latent attention, which the rollout engine cannot",
+    ),
+    "heads that SGLang does not know": bad(
+        "model.path=tiny-mixtral",
+        said="model.path=tiny-mixtral: a model of type mixtral has heads of 16, and SGLang samples it only with",
     ),
     "context parallel": bad(
         "actor.parallel.context=2",
