@@ -80,6 +80,7 @@ class _Check:
         self._roles()
         self._names()
         self._data()
+        self._add(_optimizers(self.cfg))
         self._add(_machine(self.cfg, self.model))
         if self.found:
             raise ConfigError(list(dict.fromkeys(self.found)))
@@ -296,17 +297,41 @@ def _sampled(cfg: Config, model: ModelMap) -> Iterator[str]:
 
 
 def _numbers(cfg: Config, model: ModelMap) -> Iterator[str]:
-    """What the model and this machine say to the precision and to parameters that are named by patterns."""
-    from megarl.megatron import parameter_groups, precision
+    """What the model and this machine say to the precision, to the losses of experts, and to parameters that are named by
+    patterns."""
+    from megarl.megatron import parameter_groups
 
-    actor, dims, tensor = cfg.actor, model.dims, max(1, cfg.actor.parallel.tensor)
-    settings = precision.PrecisionSettings(cfg.model.dtype, **vars(actor.precision))
-    widths = {"hidden units": dims.hidden, "MLP units": dims.ffn // tensor, "attention units": dims.q // tensor}
-    yield from precision.problems(
-        settings, layers=dims.layers, pipeline=actor.parallel.pipeline, recompute=actor.recompute, widths=widths
-    )
-    o = actor.optimizer
+    yield from role_checks.precision_of(cfg, model)
+    o = cfg.actor.optimizer
     yield from parameter_groups.problems(model, o.frozen, o.lr_multipliers, where="actor.optimizer")
+    losses = [f"actor.experts.{n}={v:g}" for n, v in vars(cfg.actor.experts).items() if v > 0]
+    if losses and not model.has_experts:
+        yield f"{' and '.join(losses)}: a model of type {model.family} has no experts to keep in use; set 0"
+    elif losses and cfg.actor.share_prompts:
+        yield (
+            f"actor.share_prompts=true computes a prompt once for several samples, and {' and '.join(losses)} counts every "
+            "sequence by itself; set actor.share_prompts=null"
+        )
+
+
+def _optimizers(cfg: Config) -> Iterator[str]:
+    """What of the learners' optimizers cannot work, or not on this machine."""
+    from megarl.megatron.optimizer_settings import OptimizerSettings, problems
+    from megarl.roles.models import updates
+
+    if cfg.run.steps < 1 or min(cfg.algorithm.epochs, cfg.algorithm.mini_batches) < 1:  # told already
+        return
+    learners = {"actor": cfg.actor.optimizer} | ({"critic": cfg.critic.optimizer} if cfg.critic is not None else {})
+    elsewhere = True if cfg.cluster.address is not None else None  # a cluster that exists has machines of its own
+    for role, settings in learners.items():
+        yield from problems(
+            OptimizerSettings.of(settings),
+            dtype=cfg.model.dtype,
+            total_updates=updates(cfg)[role],
+            where=f"{role}.optimizer",
+            cuda=elsewhere,
+            fused_adam=elsewhere,
+        )
 
 
 def _stages(layout: ParallelConfig, layers: int) -> Iterator[str]:

@@ -107,6 +107,8 @@ class _Look:
                     f"its {model.dims.layers} layers cannot be dealt out over pipeline*virtual={layout.pipeline}*"
                     f"{layout.virtual} stages; give a model of as many layers as the policy"
                 )
+        told = precision_of(self.cfg, self.model)
+        yield from (problem for problem in precision_of(self.cfg, model) if problem not in told)
         longest = self.cfg.data.max_prompt_tokens + self.cfg.rollout.max_new_tokens
         if longest > (context := model.model_args()["max_sequence_length"]):
             yield (
@@ -114,6 +116,20 @@ class _Look:
                 "was made for; set one of them lower"
             )
         yield from _foreign(folder, self.tokenizer)
+
+
+def precision_of(cfg: Config, model: ModelMap) -> list[str]:
+    """What a model of these sizes and this machine say to the precision."""
+    from megarl.megatron import precision
+
+    actor, dims, tensor = cfg.actor, model.dims, max(1, cfg.actor.parallel.tensor)
+    return precision.problems(
+        precision.PrecisionSettings(cfg.model.dtype, **vars(actor.precision)),
+        layers=dims.layers,
+        pipeline=max(1, actor.parallel.pipeline),
+        recompute=actor.recompute,
+        widths={"hidden units": dims.hidden, "MLP units": dims.ffn // tensor, "attention units": dims.q // tensor},
+    )
 
 
 def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:

@@ -24,11 +24,13 @@ from megarl.batch.packing import Packed, cut, pack, plan_runs
 from megarl.bridge.heads import Head
 from megarl.bridge.model_map import ModelMap, Parameter
 from megarl.config import schema
+from megarl.megatron import experts
 from megarl.megatron import model as stage
 from megarl.megatron.emulate import Emulation, emulate_fp8
 from megarl.megatron.head import TokenScores, join, token_scores
 from megarl.megatron.offload import Memory
-from megarl.megatron.optimizer import Optimizer, OptimizerSettings, learning
+from megarl.megatron.optimizer import Optimizer, learning
+from megarl.megatron.optimizer_settings import OptimizerSettings
 from megarl.megatron.parallel import Place, device
 from megarl.megatron.precision import PrecisionSettings
 from megarl.megatron.schedule import Schedule, micro_batch_count, most
@@ -146,7 +148,8 @@ class MegatronEngine:
         """One optimizer step on this rank's shard of a mini-batch.
 
         `batch` needs the RESPONSE fields that the objective reads. Returns `sum/NAME` (to be added over data-parallel ranks) and
-        `max/NAME` (to be maximised) of the last stage, and of every rank `grad_norm`, `lr`, `applied` (0: the gradient was not
+        `max/NAME` (to be maximised) of the last stage; where losses of experts are learned from, their means of every rank as
+        `sum/moe/NAME`; and of every rank `grad_norm`, `lr`, `applied` (0: the gradient was not
         finite and nothing was changed), `offending`: the indices in `batch` of samples whose own gradient is not finite then.
         """
         if self.optimizer is None:
@@ -158,6 +161,7 @@ class MegatronEngine:
         self.optimizer.inner.zero_grad()
         loss = partial(self._loss, objective, denominators, temperature)
         weigh = partial(_sequence_weights, denominators) if self.balances else None
+        experts.forget(self.chunks)
         results = self._run(batch, self._plan(batch), loss, forward_only=False, weigh=weigh)
         update = self.optimizer.update()
         metrics: dict[str, float] = {}
@@ -165,6 +169,8 @@ class MegatronEngine:
             metrics[name] = (
                 max(metrics.get(name, value), value) if name.startswith("max/") else metrics.get(name, 0) + value
             )
+        if self.balances:
+            metrics |= experts.report(self.chunks, device())
         offending = [] if update.applied else self._offending(batch, loss, weigh)
         update_metrics = {"grad_norm": update.grad_norm, "lr": update.lr, "applied": float(update.applied)}
         return metrics | update_metrics | {"offending": offending}

@@ -13,15 +13,20 @@ x_ti and scores p_ti (softmax of x over the experts; of sigmoid routers σ(x) di
 (arXiv:2412.19437, eq. 17-20; arXiv:2202.08906, eq. 5.) By sequence, not by micro-batch as Switch has it and Megatron does: then
 neither the micro-batches nor the ranks show in it. Differs from the paper in that f counts where tokens really went, the
 router's bias and groups included. Megatron's own losses stay off.
+
+Reported without their coefficients, as means over the layers with experts: `moe/aux_loss` 1 / (L·N) · Σ_layers Σ_s balance_s (1 where
+tokens are spread evenly), `moe/z_loss` 1 / (L·N) · Σ_layers Σ_s z_s.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state as mpu
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -48,6 +53,7 @@ class BalancingRouter(TopKRouter):
     """TopKRouter with the losses above in the place of Megatron's."""
 
     row: RoutedRow | None = None
+    seen: torch.Tensor | float = 0.0  # (2,) this rank's summands of both losses since `forget`
 
     def apply_z_loss(self, logits: torch.Tensor, padding_mask: Any = None) -> torch.Tensor:
         return logits
@@ -58,23 +64,50 @@ class BalancingRouter(TopKRouter):
         if self.row is None or not (balance or z) or not torch.is_grad_enabled():
             return probs, routing_map
         flat = logits.reshape(-1, self.config.num_moe_experts).float()
-        loss = balancing_loss(
-            flat, routing_map, self.row, self.score_function, balance=balance, z=z, group=self.tp_cp_group
-        )
+        losses = balancing_losses(flat, routing_map, self.row, self.score_function, group=self.tp_cp_group)
+        self.seen = (
+            self.seen + losses.detach()
+        )  # a recomputed layer comes here once: its first pass is without gradient
+        loss = torch.dot(losses, losses.new_tensor([balance, z]))
         return MoEAuxLossAutoScaler.apply(probs, loss), routing_map
 
 
-def balancing_loss(
+def _routers(chunks: Sequence[torch.nn.Module]) -> Iterator[BalancingRouter]:
+    return (module for chunk in chunks for module in chunk.modules() if isinstance(module, BalancingRouter))
+
+
+def forget(chunks: Sequence[torch.nn.Module]) -> None:
+    """A new mini-batch begins."""
+    for router in _routers(chunks):
+        router.seen = 0.0
+
+
+def report(chunks: Sequence[torch.nn.Module], device: torch.device) -> dict[str, float]:
+    """`sum/moe/aux_loss` and `sum/moe/z_loss` since `forget`, the same on all ranks of a data-parallel group: to be added over these
+    groups. Collective among the ranks of one."""
+    routers = list(_routers(chunks))
+    # Both losses, and the layers that have one: the stages have other layers, the other ranks the same layers and other tokens.
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    for router in routers:
+        sums[:2] += router.seen
+    sums[2] = len(routers)
+    dist.all_reduce(sums, group=mpu.get_pipeline_model_parallel_group())
+    losses, layers = sums[:2].contiguous(), float(sums[2])
+    for group in (mpu.get_tensor_model_parallel_group(), mpu.get_context_parallel_group()):
+        dist.all_reduce(losses, group=group)
+    aux, z = (losses / max(layers, 1.0)).tolist()
+    return {"sum/moe/aux_loss": aux, "sum/moe/z_loss": z}
+
+
+def balancing_losses(
     logits_TE: torch.Tensor,
     chosen_TE: torch.Tensor,
     row: RoutedRow,
     score_function: str,
     *,
-    balance: float,
-    z: float,
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """This rank's summand of the loss above for one layer; `group` has the row's other tokens (sequence, context parallelism)."""
+    """(2,) this rank's summands of 1 / N · Σ_s balance_s and of 1 / N · Σ_s z_s for one layer; `group` has the row's other tokens (sequence, context parallelism)."""
     tokens, experts = logits_TE.shape
     sequence = row.sequence
     if len(sequence) != tokens:  # sequence parallelism: this rank's run of them
@@ -94,5 +127,6 @@ def balancing_loss(
     # f has length · k tokens sent in its denominator, P the length.
     share_GE = sent_GE * (experts / sent_GE.sum(dim=-1, keepdim=True).clamp_min(1.0))
     per_token_GE = share_GE * (weights_G / length_G)[:, None]
-    loss = balance * (per_token_GE[sequence] * scores_TE).sum()
-    return loss + z * ((weights_G / length_G)[sequence] * torch.logsumexp(logits_TE, dim=-1).square()).sum()
+    balance = (per_token_GE[sequence] * scores_TE).sum()
+    z = ((weights_G / length_G)[sequence] * torch.logsumexp(logits_TE, dim=-1).square()).sum()
+    return torch.stack([balance, z])

@@ -107,6 +107,22 @@ CASES = {
     "estimator without its data": bad(
         "algorithm.advantage=gae", said="algorithm.advantage=gae needs the values of a critic"
     ),
+    "optimizer states, of actor and critic": bad(
+        "actor.optimizer.exp_avg_dtype=bfloat16",
+        "actor.optimizer.schedule=wsd",
+        "actor.optimizer.wsd_decay_steps=101",
+        "actor.experts.aux_loss=0.01",
+        "critic.optimizer.cpu_offload=0.5",
+        "algorithm.advantage=gae",
+        "rollout.top_k=0",
+        said=(
+            "actor.optimizer.exp_avg_dtype=bfloat16 needs Transformer Engine's FusedAdam on a GPU, and this machine has no CUDA",
+            "actor.optimizer.wsd_decay_steps is 101, but of 100 updates only 100 follow the 0 of the warm-up",
+            "actor.experts.aux_loss=0.01: a model of type qwen3 has no experts to keep in use; set 0",
+            "critic.optimizer.cpu_offload=0.5 moves optimizer states from a GPU",
+            "rollout.top_k is 0",
+        ),
+    ),
     "critic that nobody asks": bad(
         "critic.warmup_steps=100",
         said=(

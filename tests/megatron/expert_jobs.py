@@ -89,7 +89,7 @@ def balancing_reference(folder: Path, file: Path) -> None:
             module.register_forward_hook(lambda _, __, out: seen.append((out[0], out[2])))
     batch = random_batch(model.config.vocab_size)
     has_loss = [bool(row.any()) for row in batch.padded("loss_mask")]
-    total = torch.zeros(())
+    total, values = torch.zeros(()), torch.zeros(2, dtype=torch.float64)
     for row, counts in zip(batch["tokens"].split(batch.total_lengths.tolist()), has_loss, strict=True):
         seen.clear()
         model(row[None, : max(len(row) - 1, 1)])
@@ -99,22 +99,25 @@ def balancing_reference(folder: Path, file: Path) -> None:
             if model.config.model_type == "deepseek_v3":
                 p = torch.sigmoid(logits) / torch.sigmoid(logits).sum(dim=-1, keepdim=True)
             f = torch.bincount(chosen.flatten(), minlength=experts) * experts / (chosen.shape[1] * tokens)
-            loss = AUX * (f * p.mean(dim=0)).sum() + Z * torch.logsumexp(logits, dim=-1).square().mean()
-            total = total + loss * counts / sum(has_loss)
+            balance, z = (f * p.mean(dim=0)).sum(), torch.logsumexp(logits, dim=-1).square().mean()
+            total = total + (AUX * balance + Z * z) * counts / sum(has_loss)
+            values += torch.stack([balance, z]).detach() * counts / sum(has_loss) / len(seen)
     total.backward()
     parameters = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
     batch = batch.set("advantages", torch.zeros(int(batch.response_lengths.sum())), Level.RESPONSE)
     batch = batch.set("old_log_probs", torch.zeros(int(batch.response_lengths.sum())), Level.RESPONSE)
-    torch.save({"batch": batch, "gradients": one_by_one(parameters, model.config.model_type)}, file)
+    gradients = one_by_one(parameters, model.config.model_type)
+    torch.save({"batch": batch, "gradients": gradients, "losses": values.tolist()}, file)
 
 
-def balancing(rank: int, world: int, port: int, jobs: list[Job]) -> list[dict[str, list]]:
-    """Every gradient of the balancing losses on this rank, job by job: name -> [distance from the reference, elements]."""
+def balancing(rank: int, world: int, port: int, jobs: list[Job]) -> list[dict[str, Any]]:
+    """Job by job: every gradient of the balancing losses on this rank, name -> [distance from the reference, elements]; and both
+    losses as reported, of a primary rank."""
     torch.set_num_threads(1)
     return [_balancing(rank, world, job) for job in jobs]
 
 
-def _balancing(rank: int, world: int, job: Job) -> dict[str, list]:
+def _balancing(rank: int, world: int, job: Job) -> dict[str, Any]:
     from megarl.megatron import parallel
     from megarl.megatron.engine import EngineSettings, MegatronEngine
 
@@ -152,8 +155,8 @@ def _balancing(rank: int, world: int, job: Job) -> dict[str, list]:
 
     engine.optimizer.update = compare_then_apply
     batch = want["batch"]
-    engine.train(
-        batch.take(_share(batch, layout, place)), SILENT, denominators(batch.padded("loss_mask")), temperature=1.0
-    )
+    share, totals = batch.take(_share(batch, layout, place)), denominators(batch.padded("loss_mask"))
+    said = engine.train(share, SILENT, totals, temperature=1.0)
+    losses = [said["sum/moe/aux_loss"], said["sum/moe/z_loss"]] if place.primary else None
     parallel.stop()
-    return found
+    return {"gradients": found, "losses": losses}

@@ -15,7 +15,7 @@ from tests.megatron.layouts import OBJECTIVE, random_batch
 def learner(folder: str, place: Any, *, recompute: str = "none", dtype: str = "float32", **settings: Any) -> Any:
     """`settings`: those of the optimizer."""
     from megarl.megatron.engine import EngineSettings, MegatronEngine
-    from megarl.megatron.optimizer import OptimizerSettings
+    from megarl.megatron.optimizer_settings import OptimizerSettings
 
     return MegatronEngine(
         Path(folder),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.megatron.experts import RoutedRow, balancing_loss
+from megarl.megatron.experts import RoutedRow, balancing_losses
 from megarl.models.tiny import make_tiny
 from tests.distributed import free_port, run_ranks
 from tests.megatron.expert_jobs import balancing, balancing_reference, choices
@@ -32,6 +32,10 @@ def by_definition(logits: Tensor, chosen: Tensor, kind: str, balance: float, z: 
         loss = sum(f[i] * p[:, i].mean() for i in range(EXPERTS))
         total = total + weight * (balance * loss + z * torch.logsumexp(x, -1).square().mean())
     return total
+
+
+def balancing_loss(logits: Tensor, chosen: Tensor, row: RoutedRow, kind: str, *, balance: float, z: float) -> Tensor:
+    return balancing_losses(logits, chosen, row, kind) @ logits.new_tensor([balance, z])
 
 
 def row_of(logits: Tensor) -> tuple[Tensor, RoutedRow]:
@@ -121,7 +125,7 @@ BALANCING = {
 def test_balancing_losses_are_the_same_under_every_split(
     world: int, tmp_path: Path, record_invariant: Callable[[str, float, float], None]
 ) -> None:
-    """Their gradient, of every parameter: what transformers' routers give by the definition, sequence by sequence."""
+    """Their gradient, of every parameter, and their values as reported: what transformers' routers give by the definition, sequence by sequence."""
     wanted = [(f, n) for f in ("qwen3-moe", "deepseek") for n, layout in BALANCING.items() if layout.world == world]
     files = {family: tmp_path / f"{family}.pt" for family, _ in wanted}
     for family, file in files.items():
@@ -129,8 +133,15 @@ def test_balancing_losses_are_the_same_under_every_split(
     jobs = [Job(BALANCING[n], str(tmp_path / f), str(files[f]), free_port()) for f, n in wanted]
     ranks = run_ranks(world, balancing, jobs)
     for at, (family, name) in enumerate(wanted):
-        found = [answers[at] for answers in ranks]
+        found = [answers[at]["gradients"] for answers in ranks]
         names = {tensor for answer in found for tensor in answer}
         assert names == set(torch.load(files[family], weights_only=False)["gradients"])
         worst = max(distance for answer in found for distance, _ in answer.values())
         record_invariant(f"{family}, {name}: balancing losses, worst of all gradients, relative", worst, 1e-5)
+        said, want = (
+            (answers[at]["losses"] for answers in ranks),
+            torch.load(files[family], weights_only=False)["losses"],
+        )
+        sums = [sum(values) for values in zip(*(s for s in said if s is not None), strict=True)]
+        off = max(abs(a / b - 1) for a, b in zip(sums, want, strict=True))
+        record_invariant(f"{family}, {name}: balancing losses as reported, relative", off, 1e-5)

@@ -41,7 +41,7 @@ def _scenarios(rank: int, world: int, port: int, folder: str) -> dict[str, Any]:
     """Everything in one process: starting Megatron takes longer than all of it."""
     from megarl.megatron import parallel
     from megarl.megatron.engine import EngineSettings, MegatronEngine
-    from megarl.megatron.optimizer import OptimizerSettings
+    from megarl.megatron.optimizer_settings import OptimizerSettings
 
     torch.set_num_threads(1)
     place = parallel.start(rank, world, "127.0.0.1", port, tensor=1, pipeline=1, seed=1, timeout=60)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.megatron.optimizer import OptimizerSettings, learning, megatron_fields, problems
+from megarl.megatron.optimizer import learning, megatron_fields
+from megarl.megatron.optimizer_settings import OptimizerSettings, has_fused_adam, problems
 
 LOW = {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "float8", "main_params_dtype": "float16"}
 
@@ -46,8 +47,6 @@ def test_low_precision_states_need_fused_adam() -> None:
 def test_megatron_itself_builds_no_low_precision_states_without_transformer_engine() -> None:
     """0.16.1 fails on the way to its own sentence: it compares no version with 2.1."""
     from megatron.core.optimizer import OptimizerConfig
-
-    from megarl.megatron.optimizer import has_fused_adam
 
     if not has_fused_adam():
         with pytest.raises((RuntimeError, TypeError)):
