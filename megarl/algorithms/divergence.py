@@ -29,6 +29,7 @@ _ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": torch.neg, "abs": to
 _ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 _PLAIN = (*_ESTIMATORS, *_ALIASES)
 KL_ESTIMATORS = (*_PLAIN, *(f"{name}+" for name in _PLAIN))
+_LEAST_REST = 1e-6  # probability
 DIRECTIONS = ("reverse", "forward")
 
 
@@ -84,6 +85,25 @@ def full_kl(
     check_shapes(logits_NV=logits_NV, mask_N=mask_N)
     values_N: Tensor = _FullKL.apply(logits_NV, ref_logits_NV, temperature, direction, mask_N)
     return values_N
+
+
+def top_k_kl(log_probs_NK: Tensor, ref_log_probs_NK: Tensor) -> Tensor:
+    """(N,) KL(p || q) over K + 1 outcomes, in nats: K tokens (the reference's likeliest) and all others together as one.
+
+    With P = 1 - sum_k p_k and Q = 1 - sum_k q_k: sum_k p_k (log p_k - log q_k) + P (log P - log Q). At most the KL over the whole
+    vocabulary, since outcomes put together tell distributions apart no better, and equal to it where the others differ by a factor
+    alone. P and Q count as 1e-6 at least, below which float32 knows nothing of them. The reference has no gradient. ValueError on
+    shapes that differ.
+    """
+    if log_probs_NK.dim() != 2 or log_probs_NK.shape != ref_log_probs_NK.shape:
+        shapes = f"{tuple(log_probs_NK.shape)} and {tuple(ref_log_probs_NK.shape)}"
+        raise ValueError(f"log_probs_NK and ref_log_probs_NK are {shapes}; they must be one (tokens, k)")
+    log_p_NK = working(log_probs_NK).clamp(min=_LOG_PROB_FLOOR)
+    log_q_NK = working(ref_log_probs_NK.detach()).clamp(min=_LOG_PROB_FLOOR)
+    p_NK = log_p_NK.exp()
+    rest_N, ref_rest_N = ((1.0 - x.sum(-1)).clamp(min=_LEAST_REST) for x in (p_NK, log_q_NK.exp()))
+    of_rest_N = rest_N * (rest_N.log() - ref_rest_N.log())
+    return (p_NK * (log_p_NK - log_q_NK)).sum(-1) + of_rest_N
 
 
 class _FullKL(torch.autograd.Function):

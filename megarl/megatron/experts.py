@@ -107,7 +107,8 @@ def balancing_losses(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """(2,) this rank's summands of 1 / N · Σ_s balance_s and of 1 / N · Σ_s z_s for one layer; `group` has the row's other tokens (sequence, context parallelism)."""
+    """(2,) this rank's summands of 1 / N · Σ_s balance_s and of 1 / N · Σ_s z_s for one layer; `group` has the row's other tokens
+    (sequence, context parallelism)."""
     tokens, experts = logits_TE.shape
     sequence = row.sequence
     if len(sequence) != tokens:  # sequence parallelism: this rank's run of them

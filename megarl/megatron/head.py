@@ -7,6 +7,8 @@ For logits z (already divided by the temperature), p = softmax(z), l = log p:
     log-prob of target y        l_y          d/dz_j = [j = y] - p_j
     entropy H = -Σ p_j l_j                   d/dz_j = -p_j (l_j + H)
     collision probability Σ p_j²             on request, without gradient
+    KL to a reference q Σ p_j (l_j - log q_j)    d/dz_j = p_j (l_j - log q_j - KL), on request; the reference's logits are
+                                             made chunk by chunk too, from its hidden states and its output layer
 """
 
 from __future__ import annotations
@@ -26,69 +28,133 @@ class TokenScores(NamedTuple):
     sum_p2: torch.Tensor | None = None  # (N,) float32, Σ p² over the vocabulary, where it was asked for
 
 
+class Divergences(NamedTuple):
+    """What else one pass makes, each where it was asked for."""
+
+    scores: TokenScores
+    kl: torch.Tensor | None = None  # (N,) float32, KL(p || q) to the reference over the whole vocabulary
+    at_log_probs: torch.Tensor | None = None  # (N, K) float32 log-probs of the tokens `at`
+    top_ids: torch.Tensor | None = None  # (N, k) int64, the most probable tokens, the likeliest first
+    top_log_probs: torch.Tensor | None = None  # (N, k) float32
+
+
+class _Options(NamedTuple):
+    split: _Split
+    temperature: float
+    chunk: int
+    with_p2: bool
+    top_k: int
+
+
 class _Head(torch.autograd.Function):
-    """(N,H) hidden, (V/ranks,H) weight, (N,) targets -> log-probs (N,), entropy (N,), Σ p² (N,) or None."""
+    """(N,H) hidden, (V/ranks,H) weight, (N,M) targets, hidden and weight of a reference or None -> log-probs (N,M), entropy (N,),
+    KL (N,) or None, Σ p² (N,) or None, the likeliest tokens (N,k) and their log-probs or None."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, split, temperature, chunk, with_p2):
-        log_probs = hidden.new_empty(len(hidden), dtype=torch.float32)
-        entropy, log_z = torch.empty_like(log_probs), torch.empty_like(log_probs)
-        sum_p2 = torch.empty_like(log_probs) if with_p2 else None
-        for rows in _slices(len(hidden), chunk):
+    def forward(ctx, hidden, weight, targets, ref_hidden, ref_weight, options):
+        split, t, chunk, with_p2, top_k = options
+        count, many = targets.shape
+        log_probs = hidden.new_empty(count, many, dtype=torch.float32)
+        entropy, log_z, ref_log_z = (hidden.new_empty(count, dtype=torch.float32) for _ in range(3))
+        kl = torch.empty_like(entropy) if ref_hidden is not None else None
+        sum_p2 = torch.empty_like(entropy) if with_p2 else None
+        ids = targets.new_empty(count, top_k) if top_k else None
+        top_log_probs = hidden.new_empty(count, top_k, dtype=torch.float32) if top_k else None
+        for rows in _slices(count, chunk):
             raw = hidden[rows] @ weight.t()
-            top = torch.full_like(log_z[rows], -torch.inf)
-            if split.real:
-                top = raw[:, : split.real].amax(dim=1).float().div_(temperature)
-            _all_reduce(top, dist.ReduceOp.MAX, split.group)
-            # With e = exp(z - top): Σ e, Σ e·(z - top), z of the target - top, Σ e²: over this rank's part of the vocabulary.
-            sums = torch.zeros(3 + with_p2, len(raw), dtype=torch.float32, device=raw.device)
+            ref_raw = None if kl is None else ref_hidden[rows] @ ref_weight.t()
+            top, ref_top = _top(raw, split, t), None if ref_raw is None else _top(ref_raw, split, t)
+            if ids is not None:  # before the logits are worked on in place
+                ids[rows], top_log_probs[rows] = _likeliest(raw, split, top_k)
+            # With e = exp(z - top): Σ e, Σ e·(z - top), Σ e², of a reference Σ e·(z' - top'), Σ exp(z' - top'), and z of the
+            # targets - top: over this rank's part of the vocabulary.
+            sums = torch.zeros(5 + many, len(raw), dtype=torch.float32, device=raw.device)
             own, here = split.own(targets[rows])
             for part in _blocks(raw[:, : split.real]):
-                z = raw[part, : split.real].float().div_(temperature).sub_(top[part, None])
-                sums[2, part] = torch.where(here[part], z.gather(1, own[part, None])[:, 0], 0.0)
+                z = raw[part, : split.real].float().div_(t).sub_(top[part, None])
+                sums[5:, part] = torch.where(here[part], z.gather(1, own[part]), 0.0).t()
                 weights = z.exp()
                 sums[0, part] = weights.sum(dim=1)
                 if with_p2:
-                    sums[3, part] = torch.linalg.vecdot(weights, weights)
+                    sums[2, part] = torch.linalg.vecdot(weights, weights)
+                if ref_raw is not None:
+                    other = ref_raw[part, : split.real].float().div_(t).sub_(ref_top[part, None])
+                    sums[4, part] = other.exp().sum(dim=1)
+                    sums[3, part] = other.mul_(weights).sum(dim=1)
                 sums[1, part] = weights.mul_(z).sum(dim=1)
             _all_reduce(sums, dist.ReduceOp.SUM, split.group)
             log_sum = sums[0].log()
             log_z[rows] = top + log_sum
             entropy[rows] = log_sum - sums[1] / sums[0]
-            log_probs[rows] = sums[2] - log_sum
+            log_probs[rows] = (sums[5:] - log_sum).t()
             if sum_p2 is not None:
-                sum_p2[rows] = sums[3] / sums[0].square()
-        ctx.save_for_backward(hidden, weight, targets, log_z, entropy)
-        ctx.rest = (split, temperature, chunk)
-        if sum_p2 is not None:
-            ctx.mark_non_differentiable(sum_p2)
-        return log_probs, entropy, sum_p2
+                sum_p2[rows] = sums[2] / sums[0].square()
+            if kl is not None:
+                ref_log_z[rows] = ref_top + sums[4].log()
+                kl[rows] = ((sums[1] - sums[3]) / sums[0] - log_sum + sums[4].log()).clamp_(min=0.0)  # rounding
+            if top_log_probs is not None:
+                top_log_probs[rows] = top_log_probs[rows] / t - log_z[rows, None]
+        ctx.save_for_backward(hidden, weight, targets, log_z, entropy, ref_hidden, ref_weight, ref_log_z, kl)
+        ctx.rest = options
+        ctx.mark_non_differentiable(*(x for x in (sum_p2, ids, top_log_probs) if x is not None))
+        return log_probs, entropy, kl, sum_p2, ids, top_log_probs
 
     @staticmethod
-    def backward(ctx, grad_log_probs, grad_entropy, _):
-        hidden, weight, targets, log_z, entropy = ctx.saved_tensors
-        split, temperature, chunk = ctx.rest
+    def backward(ctx, grad_log_probs, grad_entropy, grad_kl, *_):
+        hidden, weight, targets, log_z, entropy, ref_hidden, ref_weight, ref_log_z, kl = ctx.saved_tensors
+        split, t, chunk, *_ = ctx.rest
         grad_hidden = torch.empty_like(hidden)
         # Chunks are summed in float32: many small bfloat16 addends would be lost.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         with_entropy = bool(grad_entropy.count_nonzero())
+        with_kl = kl is not None and bool(grad_kl.count_nonzero())
         for rows in _slices(len(hidden), chunk):
             raw = hidden[rows] @ weight.t()
+            ref_raw = ref_hidden[rows] @ ref_weight.t() if with_kl else None
             own, here = split.own(targets[rows])
-            g, g_entropy = grad_log_probs[rows, None], grad_entropy[rows, None]
+            g, g_entropy = grad_log_probs[rows], grad_entropy[rows, None]
             raw[:, split.real :] = 0  # no gradient reaches the padding of the vocabulary
             for part in _blocks(raw[:, : split.real]):
-                log_p = raw[part, : split.real].float().div_(temperature).sub_(log_z[rows][part, None])
+                log_p = raw[part, : split.real].float().div_(t).sub_(log_z[rows][part, None])
                 p = log_p.exp()
-                grad = p * -g[part]
+                grad = p * -g[part].sum(dim=1, keepdim=True)
+                if ref_raw is not None:
+                    log_q = ref_raw[part, : split.real].float().div_(t).sub_(ref_log_z[rows][part, None])
+                    gap = log_q.neg_().add_(log_p).sub_(kl[rows][part, None])
+                    grad += gap.mul_(p).mul_(grad_kl[rows][part, None])
                 if with_entropy:
                     grad -= log_p.add_(entropy[rows][part, None]).mul_(p).mul_(g_entropy[part])
-                grad.scatter_add_(1, own[part, None], g[part] * here[part, None])
-                raw[part, : split.real] = grad.div_(temperature)
+                grad.scatter_add_(1, own[part], g[part] * here[part])
+                raw[part, : split.real] = grad.div_(t)
             grad_hidden[rows] = raw @ weight
             for part in _slices(len(weight), _WEIGHT_ROWS):  # of all rows at once it would be a second (V, H) tensor
                 grad_weight[part] += raw[:, part].t() @ hidden[rows]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
+
+
+def _top(raw: torch.Tensor, split: _Split, temperature: float) -> torch.Tensor:
+    """(rows,) the largest logit of all ranks' parts, at the temperature."""
+    top = torch.full((len(raw),), -torch.inf, device=raw.device)
+    if split.real:
+        top = raw[:, : split.real].amax(dim=1).float().div_(temperature)
+    _all_reduce(top, dist.ReduceOp.MAX, split.group)
+    return top
+
+
+def _likeliest(raw: torch.Tensor, split: _Split, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows, count) ids and logits, as float32, of the largest logits of all ranks' parts."""
+    ranks = 1 if split.group is None else dist.get_world_size(split.group)
+    own = min(count, split.real)
+    values = torch.full((ranks, len(raw), count), -torch.inf, device=raw.device)
+    ids = torch.zeros(ranks, len(raw), count, dtype=torch.int64, device=raw.device)
+    at = 0 if ranks == 1 else dist.get_rank(split.group)
+    best = raw[:, : split.real].topk(own, dim=1)
+    values[at, :, :own], ids[at, :, :own] = best.values.float(), best.indices + split.first
+    if ranks > 1:  # each row of ranks is one rank's
+        _all_reduce(values, dist.ReduceOp.MAX, split.group)
+        _all_reduce(ids, dist.ReduceOp.SUM, split.group)
+    merged = values.transpose(0, 1).flatten(1).topk(count, dim=1)
+    return ids.transpose(0, 1).flatten(1).gather(1, merged.indices), merged.values
 
 
 class _Split(NamedTuple):
@@ -143,11 +209,64 @@ def token_scores(
         vocabulary: real entries; rows of padding beyond it count for nothing.
         temperature: > 0.
     """
+    return divergences(
+        hidden,
+        weight,
+        targets,
+        vocabulary=vocabulary,
+        temperature=temperature,
+        chunk=chunk,
+        group=group,
+        sum_p2=sum_p2,
+    ).scores
+
+
+def divergences(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    vocabulary: int,
+    temperature: float = 1.0,
+    chunk: int = 1024,
+    group: dist.ProcessGroup | None = None,
+    sum_p2: bool = False,
+    reference: tuple[torch.Tensor, torch.Tensor] | None = None,
+    at: torch.Tensor | None = None,
+    top_k: int = 0,
+) -> Divergences:
+    """`token_scores`, and from the same pass what compares the distribution with another model's. ValueError where the reference
+    has other rows than this model, or `top_k` is more than the vocabulary.
+
+    Args:
+        reference: its (N, H') states and (V/ranks, H') rows of its output layer, cut as `weight` is: the exact KL to it, which is
+            differentiable in hidden and weight and has no gradient for the reference.
+        at: (N, K) token ids whose log-probs are wanted, differentiable.
+        top_k: how many of the likeliest tokens are wanted, without gradient.
+    """
     if temperature <= 0:
         raise ValueError(f"temperature must be above 0 to take log-probs at it, not {temperature}")
+    if top_k > vocabulary:
+        raise ValueError(f"top_k is {top_k}, and the vocabulary has {vocabulary} tokens")
+    ref_hidden, ref_weight = reference or (None, None)
+    if ref_hidden is not None and ref_weight is not None:
+        if len(ref_hidden) != len(hidden) or len(ref_weight) != len(weight):
+            got, want = (len(ref_hidden), len(ref_weight)), (len(hidden), len(weight))
+            raise ValueError(f"the reference has {got} (tokens, rows of the output layer), and this model {want}")
+        ref_hidden, ref_weight = ref_hidden.detach().to(ref_weight.dtype), ref_weight.detach()
     first = weight.shape[0] * (dist.get_rank(group) if group is not None else 0)
     split = _Split(first, max(0, min(weight.shape[0], vocabulary - first)), group)
-    return TokenScores(*_Head.apply(hidden.to(weight.dtype), weight, targets, split, temperature, chunk, sum_p2))
+    wanted = targets[:, None] if at is None else torch.cat([targets[:, None], at], dim=1)
+    log_probs, entropy, kl, p2, ids, top_log_probs = _Head.apply(
+        hidden.to(weight.dtype),
+        weight,
+        wanted,
+        ref_hidden,
+        ref_weight,
+        _Options(split, temperature, chunk, sum_p2, top_k),
+    )
+    at_log_probs = None if at is None else log_probs[:, 1:]
+    return Divergences(TokenScores(log_probs[:, 0], entropy, p2), kl, at_log_probs, ids, top_log_probs)
 
 
 def join(values: torch.Tensor, slots: torch.Tensor, total: int, group: dist.ProcessGroup) -> torch.Tensor:

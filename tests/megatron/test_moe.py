@@ -125,7 +125,8 @@ BALANCING = {
 def test_balancing_losses_are_the_same_under_every_split(
     world: int, tmp_path: Path, record_invariant: Callable[[str, float, float], None]
 ) -> None:
-    """Their gradient, of every parameter, and their values as reported: what transformers' routers give by the definition, sequence by sequence."""
+    """Their gradient, of every parameter, and their values as reported: what transformers' routers give by the definition, sequence
+    by sequence."""
     wanted = [(f, n) for f in ("qwen3-moe", "deepseek") for n, layout in BALANCING.items() if layout.world == world]
     files = {family: tmp_path / f"{family}.pt" for family, _ in wanted}
     for family, file in files.items():
