@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl import config, models
+from megarl.bridge.activations import Estimate, Layout, MicroBatch
 from megarl.bridge.hf_io import HFReader
 from megarl.bridge.model_map import ModelMap
 from megarl.config import Config
@@ -82,6 +83,8 @@ class _Check:
         self._data()
         self._add(_optimizers(self.cfg))
         self._add(_machine(self.cfg, self.model))
+        if self.model is not None and not self.found:  # sizes that are wrong in themselves need no memory
+            self._add(memory(self.cfg, self.model, _gpu_bytes()))
         if self.found:
             raise ConfigError(list(dict.fromkeys(self.found)))
         assert self.folder and self.model and self.tokenizer and self.sources and self.models
@@ -420,3 +423,37 @@ def _gpus(ranks: int) -> Iterator[str]:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else None
     if gpus is not None and ranks > gpus:
         yield f"actor.parallel.ranks={ranks} but this machine has {gpus} GPUs; set actor.parallel.ranks={gpus} or less"
+
+
+def _gpu_bytes() -> int | None:
+    """Memory of the first GPU of this machine; None: there is none, or others will be used."""
+    import torch
+
+    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+
+
+def memory(cfg: Config, model: ModelMap, gpu: int | None) -> Iterator[str]:
+    """A sentence where a micro-batch of the actor's budget of tokens cannot fit on a GPU of so many bytes, whatever else is there."""
+    if gpu is None or cfg.cluster.address is not None:
+        return
+    actor = cfg.actor
+    estimate = Estimate(
+        model,
+        Layout.of(actor.parallel),
+        dtype=cfg.model.dtype,
+        recompute=actor.recompute,
+        chunk=actor.logits_chunk_tokens,
+        local=False,
+    )
+    longest = max(1, min(actor.micro_batch_tokens, cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens))
+    micro = MicroBatch.of([longest] * (actor.micro_batch_tokens // longest))
+    needed = estimate(micro, micro_batches=actor.parallel.pipeline)
+    if needed.total <= gpu:
+        return
+    fits = estimate.largest(micro, gpu, longest=1, micro_batches=actor.parallel.pipeline)
+    change = f"set it to {fits} or less" if fits else "cut the model over more ranks"
+    more = "" if actor.recompute == "full" else ", or actor.recompute=full"
+    yield (
+        f"actor.micro_batch_tokens={actor.micro_batch_tokens} needs about {needed.total >> 30} GiB on a GPU of {gpu >> 30} GiB, "
+        f"the model itself left out; {change}{more}"
+    )

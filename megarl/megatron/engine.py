@@ -21,9 +21,11 @@ from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, 
 from megarl.algorithms import Denominators, Objective, ObjectiveResult
 from megarl.batch import Batch, Level
 from megarl.batch.packing import Packed, cut, pack, plan_runs
+from megarl.bridge.activations import Estimate, Layout
 from megarl.bridge.heads import Head
 from megarl.bridge.model_map import ModelMap, Parameter
 from megarl.config import schema
+from megarl.errors import RunError
 from megarl.megatron import experts
 from megarl.megatron import model as stage
 from megarl.megatron.emulate import Emulation, emulate_fp8
@@ -34,6 +36,7 @@ from megarl.megatron.optimizer_settings import OptimizerSettings
 from megarl.megatron.parallel import Place, device
 from megarl.megatron.precision import PrecisionSettings
 from megarl.megatron.schedule import Schedule, micro_batch_count, most
+from megarl.megatron.shortage import estimates_of, is_shortage, room, sentence
 from megarl.megatron.specs import uses_transformer_engine
 
 
@@ -163,7 +166,15 @@ class MegatronEngine:
         weigh = partial(_sequence_weights, denominators) if self.balances else None
         experts.forget(self.chunks)
         results = self._run(batch, self._plan(batch), loss, forward_only=False, weigh=weigh)
-        update = self.optimizer.update()
+        try:
+            update = self.optimizer.update()
+        except (MemoryError, RuntimeError) as error:
+            if not is_shortage(error):
+                raise
+            raise RunError(
+                "out of memory in the optimizer: its states do not fit beside the model, whatever the micro-batches; cut them over "
+                "more data-parallel ranks (optimizer.distributed), or the model over more ranks"
+            ) from error
         metrics: dict[str, float] = {}
         for name, value in ((k, float(v)) for r in results for k, v in r.items()):
             metrics[name] = (
@@ -254,7 +265,37 @@ class MegatronEngine:
 
         shares = self.place.tensor_size if self.settings.sequence else 1
         lengths = [len(row.tokens) // shares for _, row in packed]
-        return self.schedule(self.chunks, packed, lengths, forward, forward_only=forward_only)
+        free = room()
+        try:
+            return self.schedule(self.chunks, packed, lengths, forward, forward_only=forward_only)
+        except (MemoryError, RuntimeError) as error:
+            if not is_shortage(error):
+                raise
+            told = str(error).splitlines()[:1]
+        # Raised here, where what the failed pass held is let go: a sentence needs memory too.
+        raise RunError(self._shortage([row for _, row in packed], not forward_only, free)) from MemoryError(*told)
+
+    def _shortage(self, rows: list[Packed], learns: bool, free: int) -> str:
+        place, settings = self.place, self.settings
+        layout = Layout(
+            place.tensor_size,
+            place.pipeline_size,
+            place.virtual_size,
+            place.context_size,
+            place.expert_tensor_size,
+            settings.sequence,
+            settings.stage_layers,
+        )
+        estimate = Estimate(
+            self.map,
+            layout,
+            dtype=settings.dtype,
+            recompute=settings.recompute,
+            chunk=settings.logits_chunk_tokens,
+            learns=learns,
+            local=not uses_transformer_engine(),
+        )
+        return sentence("an update" if learns else "a forward pass", rows, layout, estimates_of(estimate), free)
 
     def _pack(self, micro: Batch) -> Packed:
         """The row of tokens of a micro-batch, or this rank's piece of it."""
