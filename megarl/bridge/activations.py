@@ -10,8 +10,8 @@ between (the norms and the products' inputs), context parallelism the tokens:
     experts                    s h + 6 s f            for each expert that a token goes to
 
 These are torch's own modules on a CPU (`megarl/cpu/layers.py`). Transformer Engine's keep no pairs, and of a norm no float32: with
-`local=False` that is left out, an estimate that nobody has compared with a GPU yet. Nor do torch's keep pairs of sequences so long that
-their scores are not made at once (2²⁴ a bucket of the attention's plan): there the estimate is an upper bound.
+`local=False` that is left out, an estimate that nobody has compared with a GPU yet. Nor do torch's keep pairs of sequences so long
+that their scores are not made at once (2²⁴ a bucket of the attention's plan): there the estimate is an upper bound.
 
 The pipeline's first stage keeps the most micro-batches: as many as there are stages (1F1B), interleaved a little more.
 """
