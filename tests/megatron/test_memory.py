@@ -26,8 +26,6 @@ TWO_RANKS = {
     "uneven pipeline": ("qwen3", Layout(pipeline=2, stage_layers=(1, 3))),
     "interleaved": ("llama", Layout(pipeline=2, virtual=2)),
     "context": ("llama", Layout(context=2)),
-    "experts": ("qwen3-moe", Layout(tensor=2, sequence=True, expert_tensor=2)),
-    "latent attention": ("deepseek", Layout(pipeline=2)),
 }
 
 
@@ -59,11 +57,10 @@ def test_two_ranks(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_a_failed_allocation_names_a_setting_that_fits(recompute: str) -> None:
-    ((told, loss),) = run_ranks(1, starved, 150 if recompute == "none" else 100, recompute, 300)
+def test_a_failed_allocation_names_a_setting_that_fits() -> None:
+    ((told, loss),) = run_ranks(1, starved, 150, "none", 300)
     assert told and told[0].startswith("out of memory in an update: a micro-batch of "), told
-    assert f"layout: no cut; recompute={recompute}" in told[0] and "set micro_batch_tokens=" in told[0]
+    assert "layout: no cut; recompute=none" in told[0] and "set micro_batch_tokens=" in told[0]
     assert math.isfinite(loss) and loss != 0.0, told  # a heap in pieces may take a second try
 
 
