@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from megarl.config.loading import keys
 from megarl.config.paths import path_fault
-from megarl.config.schema import Config, SourceConfig
+from megarl.config.schema import Config, ParallelConfig, SourceConfig
 from megarl.errors import ConfigError
 
 # The legal values of every number, as intervals: "[1," is 1 and up, "(0,1]" is above 0 and at most 1.
@@ -108,6 +108,9 @@ RANGES = {
     "cluster.object_store_mb": "[80,",  # Ray itself refuses less than 75 MiB
     "cluster.worker_timeout": "(0,",
 }
+for _role in ("critic", "reference", "reward_model"):  # ranks of their own, as the actor's
+    RANGES |= {key.replace("actor", _role): RANGES[key] for key in list(RANGES) if key.startswith("actor.parallel.")}
+    RANGES[f"{_role}.threads"] = RANGES["actor.threads"]
 
 
 LONGEST_NAME = 200  # bytes of run.name; folders may have 255, and the time is appended
@@ -185,40 +188,46 @@ def _at(cfg: object, key: str) -> object:
 
 
 def _layout(cfg: Config) -> Iterator[str]:
-    layout = cfg.actor.parallel
+    for role, layout in cfg.layouts.items():
+        yield from _ranks(f"{role}.parallel", layout)
+    context = cfg.actor.parallel.context
+    if context > 1 and cfg.actor.share_prompts:
+        yield (
+            "actor.share_prompts=true computes a prompt once on the ranks that hold all of it, and "
+            f"actor.parallel.context={context} cuts it; set actor.share_prompts=null"
+        )
+
+
+def _ranks(key: str, layout: ParallelConfig) -> Iterator[str]:
+    """What is wrong with the layout that a key names."""
     model_parallel = layout.tensor * layout.pipeline * layout.context
     if layout.ranks % model_parallel:
         nearest = max(1, round(layout.ranks / model_parallel)) * model_parallel
         yield (
-            f"actor.parallel.ranks={layout.ranks} does not divide by tensor*pipeline*context="
-            f"{layout.tensor}*{layout.pipeline}*{layout.context}; set actor.parallel.ranks={nearest}"
+            f"{key}.ranks={layout.ranks} does not divide by tensor*pipeline*context="
+            f"{layout.tensor}*{layout.pipeline}*{layout.context}; set {key}.ranks={nearest}"
         )
     elif (layout.ranks // layout.pipeline) % (experts := layout.expert * (layout.expert_tensor or layout.tensor)):
         stage = layout.ranks // layout.pipeline
         yield (
             f"expert*expert_tensor={experts} does not divide the ranks of a pipeline stage, of which there are {stage}; set "
-            f"actor.parallel.ranks={math.lcm(stage, experts) * layout.pipeline}"
+            f"{key}.ranks={math.lcm(stage, experts) * layout.pipeline}"
         )
     if layout.sequence and layout.tensor == 1:
         yield (
-            "actor.parallel.sequence=true splits over tensor-parallel ranks, and there is one; "
-            "set actor.parallel.sequence=false or actor.parallel.tensor=2"
+            f"{key}.sequence=true splits over tensor-parallel ranks, and there is one; "
+            f"set {key}.sequence=false or {key}.tensor=2"
         )
     if layout.virtual > 1 and layout.pipeline == 1:
         yield (
-            f"actor.parallel.virtual={layout.virtual} interleaves the stages of a pipeline, and there is one; "
-            "set actor.parallel.virtual=1 or actor.parallel.pipeline=2"
+            f"{key}.virtual={layout.virtual} interleaves the stages of a pipeline, and there is one; "
+            f"set {key}.virtual=1 or {key}.pipeline=2"
         )
     stages = layout.pipeline * layout.virtual
     if layout.stage_layers is not None and len(layout.stage_layers) != stages:
         yield (
-            f"actor.parallel.stage_layers names {len(layout.stage_layers)} stages, and pipeline*virtual="
+            f"{key}.stage_layers names {len(layout.stage_layers)} stages, and pipeline*virtual="
             f"{layout.pipeline}*{layout.virtual} makes {stages}; give it {stages} numbers"
-        )
-    if layout.context > 1 and cfg.actor.share_prompts:
-        yield (
-            "actor.share_prompts=true computes a prompt once on the ranks that hold all of it, and "
-            f"actor.parallel.context={layout.context} cuts it; set actor.share_prompts=null"
         )
 
 
@@ -229,8 +238,7 @@ def _batch(cfg: Config) -> Iterator[str]:
     if samples % parts:
         yield f"{what} do not divide into algorithm.mini_batches={parts}; set it to {_nearest_divisor(samples, parts)}"
         return
-    layout = cfg.actor.parallel
-    groups = layout.data
+    groups = max(layout.data for layout in cfg.layouts.values())
     if samples // parts < groups:
         yield (
             f"a mini-batch has {samples // parts} samples ({what}, algorithm.mini_batches={parts}) for {groups} "
@@ -299,11 +307,19 @@ def _roles(cfg: Config) -> Iterator[str]:
             f"reward_model.coefficient={reward.coefficient} makes no reward of the model's score; set another number, or "
             "remove the section reward_model"
         )
-    if cfg.reference.path is not None and not cfg.algorithm.reference:
-        yield (
-            f"reference.path={cfg.reference.path} but nothing is compared with it; set algorithm.kl_coefficient or "
-            "algorithm.shaping.kl_coefficient above 0, or remove it"
-        )
+    named = {"path": cfg.reference.path, "parallel.ranks": cfg.reference.parallel and cfg.reference.parallel.ranks}
+    for key, value in named.items():
+        if value is not None and not cfg.algorithm.reference:
+            yield (
+                f"reference.{key}={value} but nothing is compared with it; set algorithm.kl_coefficient or "
+                "algorithm.shaping.kl_coefficient above 0, or remove it"
+            )
+    for role, section in (("critic", critic), ("reference", cfg.reference), ("reward_model", reward)):
+        if section is not None and section.threads is not None and section.parallel is None:
+            yield (
+                f"{role}.threads={section.threads} is about ranks of its own, and it stands on the actor's; set actor.threads, or "
+                f"add {role}.parallel"
+            )
 
 
 def _algorithm(cfg: Config) -> Iterator[str]:

@@ -196,12 +196,16 @@ class CriticConfig:
     value_aggregation: Aggregation = "token_mean"  # average of the value loss over a mini-batch
     micro_batch_tokens: int | None = None  # at most so many tokens a micro-batch and rank; None: the actor's
     offload: Offload = "none"  # what goes to CPU memory while other roles and the engines work (GPU only)
+    parallel: ParallelConfig | None = None  # ranks of its own, and how its model lies on them; None: the actor's ranks
+    threads: int | None = None  # CPU threads of each of its own ranks; None: cores / ranks
 
 
 @dataclass
 class ReferenceConfig:
     path: str | None = None  # the model that the policy is compared with; None: model.path
     offload: Offload = "none"  # what goes to CPU memory while other roles and the engines work (GPU only)
+    parallel: ParallelConfig | None = None  # ranks of its own, and how its model lies on them; None: the actor's ranks
+    threads: int | None = None  # CPU threads of each of its own ranks; None: cores / ranks
 
 
 @dataclass
@@ -211,6 +215,8 @@ class RewardModelConfig:
     label: int | None = None  # which of several labels' scores counts, from 0; None: their sum
     micro_batch_tokens: int | None = None  # at most so many tokens a micro-batch and rank; None: the actor's
     offload: Offload = "none"  # what goes to CPU memory while other roles and the engines work (GPU only)
+    parallel: ParallelConfig | None = None  # ranks of its own, and how its model lies on them; None: the actor's ranks
+    threads: int | None = None  # CPU threads of each of its own ranks; None: cores / ranks
 
 
 @dataclass
@@ -294,3 +300,10 @@ class Config:
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+
+    @property
+    def layouts(self) -> dict[str, ParallelConfig]:
+        """The layout of every pool of ranks, by section: the actor's, and of each role that has ranks of its own."""
+        roles = {"critic": self.critic, "reference": self.reference, "reward_model": self.reward_model}
+        own = {name: section.parallel for name, section in roles.items() if section and section.parallel}
+        return {"actor": self.actor.parallel, **own}

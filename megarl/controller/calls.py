@@ -3,18 +3,41 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import ray
 
 from megarl.errors import RunError, UserError
 
+T = TypeVar("T")
 _GRACE = 3.0  # seconds in which a death is known that made another rank's call fail
 
 
 class ProcessLost(RunError):
     """A process that died, or did not answer in time."""
+
+
+@dataclass(frozen=True)
+class Later(Generic[T]):
+    """An answer that is being worked on: the calls are with their processes already, `get` waits for them (once)."""
+
+    get: Callable[[], T]
+
+    def then(self, change: Callable[[T], T]) -> Later[T]:
+        """What a function makes of the answer when it is there."""
+        return Later(lambda: change(self.get()))
+
+
+def now(answer: T) -> Later[T]:
+    """For who has the answer at once."""
+    return Later(lambda: answer)
+
+
+def all_of(*answers: Later[T]) -> list[T]:
+    """Waits for each. All have begun before, and ranks that differ work on theirs beside each other."""
+    return [answer.get() for answer in answers]
 
 
 def wait_for(

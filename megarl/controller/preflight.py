@@ -20,7 +20,7 @@ from megarl.bridge.hf_io import HFReader
 from megarl.bridge.model_map import ModelMap
 from megarl.config import Config
 from megarl.config.paths import path_fault, user_path
-from megarl.config.schema import ParallelConfig, ShapingConfig
+from megarl.config.schema import ShapingConfig
 from megarl.controller import role_checks
 from megarl.controller.record import check_recording
 from megarl.errors import ConfigError, UserError
@@ -269,14 +269,14 @@ def _foreign_tokens(sources: Sources, model: ModelMap) -> Iterator[str]:
 
 def _recording(cfg: Config, model: ModelMap) -> Iterator[str]:
     """What keeps the run from replaying the recording that it names."""
-    replay, layout = cfg.rollout.replay, cfg.actor.parallel
+    replay = cfg.rollout.replay
     if not replay or cfg.rollout.record or path_fault(replay) or not user_path(replay).is_file():  # told already
         return
     faults = check_recording(
         user_path(replay),
         steps=cfg.run.steps,
         parts=max(1, cfg.algorithm.mini_batches),
-        ranks=max(1, layout.data),
+        ranks=max(1, *(layout.data for layout in cfg.layouts.values())),
         vocabulary=model.dims.vocab,
         context=model.model_args()["max_sequence_length"],
     )
@@ -304,7 +304,7 @@ def _numbers(cfg: Config, model: ModelMap) -> Iterator[str]:
     patterns."""
     from megarl.megatron import parameter_groups
 
-    yield from role_checks.precision_of(cfg, model)
+    yield from role_checks.precision_of(cfg, model, cfg.actor.parallel)
     o = cfg.actor.optimizer
     yield from parameter_groups.problems(model, o.frozen, o.lr_multipliers, where="actor.optimizer")
     losses = [f"actor.experts.{n}={v:g}" for n, v in vars(cfg.actor.experts).items() if v > 0]
@@ -337,31 +337,8 @@ def _optimizers(cfg: Config) -> Iterator[str]:
         )
 
 
-def _stages(layout: ParallelConfig, layers: int) -> Iterator[str]:
-    stages = layout.pipeline * layout.virtual
-    if layout.stage_layers is not None:
-        if sum(layout.stage_layers) != layers or min(layout.stage_layers, default=0) < 0:
-            yield f"actor.parallel.stage_layers={layout.stage_layers} must add up to the model's {layers} layers"
-    elif layout.virtual > 1 and layers % stages:
-        yield (
-            f"actor.parallel.virtual={layout.virtual}: {stages} virtual stages (pipeline*virtual) do not divide the model's "
-            f"{layers} layers; set actor.parallel.virtual=1, or say with actor.parallel.stage_layers how many each has"
-        )
-
-
 def _layout(cfg: Config, model: ModelMap) -> Iterator[str]:
-    layout = cfg.actor.parallel
-    if (
-        min(layout.tensor, layout.pipeline, layout.virtual, layout.expert, layout.expert_tensor or 1) > 0
-    ):  # else told already
-        yield from _stages(layout, model.dims.layers)
-        depth = layout.pipeline if layout.virtual == 1 and layout.stage_layers is None else 1
-        for problem in model.check_layout(
-            layout.tensor, depth, layout.expert, layout.expert_tensor, sequence=layout.sequence
-        ):
-            key = problem.split(" parallelism")[0].replace(" ", "_")
-            value = getattr(layout, key) or layout.tensor  # expert_tensor: as tensor
-            yield f"actor.parallel.{key}={value}: {problem}"
+    yield from role_checks.layout_problems("actor.parallel", cfg.actor.parallel, model)
     context = model.model_args()["max_sequence_length"]
     lengths = {"rollout.max_new_tokens": cfg.rollout.max_new_tokens}
     if cfg.evaluation.max_new_tokens is not None:
@@ -389,7 +366,7 @@ def _machine(cfg: Config, model: ModelMap | None) -> Iterator[str]:
         yield f"reshard.bucket_mb={cfg.reshard.bucket_mb} but /dev/shm has {free} MiB free; set reshard.bucket_mb lower"
     if cfg.cluster.port is not None and 0 < cfg.cluster.port < 65536 and port_taken(cfg.cluster.port):
         yield f"cluster.port={cfg.cluster.port} is taken by another program; leave it out to have a free one chosen"
-    yield from _gpus(cfg.actor.parallel.ranks)
+    yield from _gpus(cfg)
 
 
 def lacking_space(key: str, folder: Path, needed: int) -> Iterator[str]:
@@ -417,12 +394,15 @@ def port_taken(port: int) -> bool:
     return False
 
 
-def _gpus(ranks: int) -> Iterator[str]:
+def _gpus(cfg: Config) -> Iterator[str]:
     import torch
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else None
-    if gpus is not None and ranks > gpus:
-        yield f"actor.parallel.ranks={ranks} but this machine has {gpus} GPUs; set actor.parallel.ranks={gpus} or less"
+    ranks = {f"{role}.parallel.ranks": layout.ranks for role, layout in cfg.layouts.items()}
+    if gpus is not None and (wanted := sum(ranks.values())) > gpus:
+        numbers = "+".join(map(str, ranks.values())) + (f"={wanted}" if len(ranks) > 1 else "")
+        change = "make them fewer" if len(ranks) > 1 else f"set actor.parallel.ranks={gpus} or less"
+        yield f"{'+'.join(ranks)}={numbers} but this machine has {gpus} GPUs; {change}"
 
 
 def _gpu_bytes() -> int | None:

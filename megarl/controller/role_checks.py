@@ -13,6 +13,7 @@ from megarl.bridge.head_io import critic_head, open_checkpoint, reward_head
 from megarl.bridge.heads import Head
 from megarl.bridge.model_map import ModelMap
 from megarl.config import Config
+from megarl.config.schema import ParallelConfig
 from megarl.errors import UserError
 from megarl.roles.models import Models
 
@@ -64,6 +65,12 @@ class _Look:
         self.opened = model
         if head is not None:
             self.labels = head.labels
+        role = key.partition(".")[0]
+        if (own := self.cfg.layouts.get(role)) is not None:
+            self.problems += layout_problems(f"{role}.parallel", own, model)
+            self.problems += [f"{role}.parallel: {problem}" for problem in precision_of(self.cfg, model, own)]
+        elif folder != self.folder:
+            self.problems += [f"{key}={path}: {problem}" for problem in self._unlaid(model)]
         if folder != self.folder:
             self.problems += [f"{key}={path}: {problem}" for problem in self._unlike(folder, model)]
         return str(folder)
@@ -88,8 +95,8 @@ class _Look:
                 "null for the sum of all"
             )
 
-    def _unlike(self, folder: Path, model: ModelMap) -> Iterator[str]:
-        """What keeps another model from standing on the policy's layout and reading the policy's tokens."""
+    def _unlaid(self, model: ModelMap) -> Iterator[str]:
+        """What keeps another model from standing on the policy's layout."""
         layout = self.cfg.actor.parallel
         if min(layout.tensor, layout.pipeline, layout.virtual, layout.expert, layout.expert_tensor or 1) > 0:
             alike = layout.virtual == 1 and layout.stage_layers is None
@@ -107,8 +114,11 @@ class _Look:
                     f"its {model.dims.layers} layers cannot be dealt out over pipeline*virtual={layout.pipeline}*"
                     f"{layout.virtual} stages; give a model of as many layers as the policy"
                 )
-        told = precision_of(self.cfg, self.model)
-        yield from (problem for problem in precision_of(self.cfg, model) if problem not in told)
+        told = precision_of(self.cfg, self.model, layout)
+        yield from (problem for problem in precision_of(self.cfg, model, layout) if problem not in told)
+
+    def _unlike(self, folder: Path, model: ModelMap) -> Iterator[str]:
+        """What keeps another model from reading the policy's tokens."""
         longest = self.cfg.data.max_prompt_tokens + self.cfg.rollout.max_new_tokens
         if longest > (context := model.model_args()["max_sequence_length"]):
             yield (
@@ -118,18 +128,46 @@ class _Look:
         yield from _foreign(folder, self.tokenizer)
 
 
-def precision_of(cfg: Config, model: ModelMap) -> list[str]:
-    """What a model of these sizes and this machine say to the precision."""
+def precision_of(cfg: Config, model: ModelMap, layout: ParallelConfig) -> list[str]:
+    """What a model of these sizes on this layout, and this machine, say to the precision, which is the actor's for all roles."""
     from megarl.megatron import precision
 
-    actor, dims, tensor = cfg.actor, model.dims, max(1, cfg.actor.parallel.tensor)
+    actor, dims, tensor = cfg.actor, model.dims, max(1, layout.tensor)
     return precision.problems(
         precision.PrecisionSettings(cfg.model.dtype, **vars(actor.precision)),
         layers=dims.layers,
-        pipeline=max(1, actor.parallel.pipeline),
+        pipeline=max(1, layout.pipeline),
         recompute=actor.recompute,
         widths={"hidden units": dims.hidden, "MLP units": dims.ffn // tensor, "attention units": dims.q // tensor},
     )
+
+
+def layout_problems(where: str, layout: ParallelConfig, model: ModelMap) -> Iterator[str]:
+    """What keeps a model from lying on the ranks of a layout, which the section `where` describes."""
+    if (
+        min(layout.tensor, layout.pipeline, layout.virtual, layout.expert, layout.expert_tensor or 1) < 1
+    ):  # told already
+        return
+    yield from _stages(where, layout, model.dims.layers)
+    depth = layout.pipeline if layout.virtual == 1 and layout.stage_layers is None else 1
+    for problem in model.check_layout(
+        layout.tensor, depth, layout.expert, layout.expert_tensor, sequence=layout.sequence
+    ):
+        key = problem.split(" parallelism")[0].replace(" ", "_")
+        value = getattr(layout, key) or layout.tensor  # expert_tensor: as tensor
+        yield f"{where}.{key}={value}: {problem}"
+
+
+def _stages(where: str, layout: ParallelConfig, layers: int) -> Iterator[str]:
+    stages = layout.pipeline * layout.virtual
+    if layout.stage_layers is not None:
+        if sum(layout.stage_layers) != layers or min(layout.stage_layers, default=0) < 0:
+            yield f"{where}.stage_layers={layout.stage_layers} must add up to the model's {layers} layers"
+    elif layout.virtual > 1 and layers % stages:
+        yield (
+            f"{where}.virtual={layout.virtual}: {stages} virtual stages (pipeline*virtual) do not divide the model's "
+            f"{layers} layers; set {where}.virtual=1, or say with {where}.stage_layers how many each has"
+        )
 
 
 def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -178,6 +216,11 @@ def notes(cfg: Config) -> list[str]:
         for name, section in sections.items()
         if section and section.offload != "none"
     ]
-    if not asked or torch.cuda.is_available():
+    if torch.cuda.is_available():
+        own = [text for text in asked if (name := text.partition(".")[0]) in cfg.layouts and name != "actor"]
+        return (
+            [f"{' and '.join(own)}: on ranks of its own a role makes room for nobody; nothing is moved"] if own else []
+        )
+    if not asked:
         return []
     return [f"{' and '.join(asked)}: there is no GPU here, so all is in CPU memory already and nothing is moved"]

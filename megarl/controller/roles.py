@@ -1,14 +1,19 @@
-"""The roles of a recipe beside the actor, each with an empty twin for recipes that lack it. All stand on the actor's ranks."""
+"""The roles of a recipe beside the actor, each with an empty twin for recipes that lack it.
+
+Each asks a group of ranks, the actor's or one of its own, and its answers are begun here and waited for later.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from megarl.algorithms.masking import as_mask
 from megarl.batch import Batch, Level
 from megarl.config.schema import RewardModelConfig
+from megarl.controller.calls import Later, now
 from megarl.controller.workers import WorkerGroup
 from megarl.errors import RunError
 
@@ -19,16 +24,17 @@ class Reference:
 
     group: WorkerGroup
 
-    def log_probs(self, batch: Batch) -> Batch:
-        """`ref_log_probs` (RESPONSE field): while the actor is what the reference is, exactly its log-probs."""
+    def log_probs(self, batch: Batch) -> Later[Batch]:
+        """`ref_log_probs` (RESPONSE field): while the actor is what the reference is, exactly its log-probs (on ranks of
+        another layout, but for rounding)."""
         return self.group.in_parts("reference_log_probs", "reference log-probs", batch)
 
 
 class NoReference:
     """For recipes without a reference: has nothing to say."""
 
-    def log_probs(self, batch: Batch) -> Batch:
-        return batch.select([])
+    def log_probs(self, batch: Batch) -> Later[Batch]:
+        return now(batch.select([]))
 
 
 @dataclass
@@ -37,24 +43,32 @@ class Critic:
 
     group: WorkerGroup
 
-    def values(self, batch: Batch) -> Batch:
+    def values(self, batch: Batch) -> Later[Batch]:
         """`values` (RESPONSE field): exactly those that the first update starts at."""
         return self.group.in_parts("values", "values", batch)
 
-    def update(self, batch: Batch) -> dict[str, float]:
+    def update(self, batch: Batch) -> Later[dict[str, float]]:
         """The optimizer steps of one step of training, on `values`, `returns` and `loss_mask`; metrics as the actor's, and
         explained_variance: 1 - Var(return - value) / Var(return), of the values before these steps."""
-        return {**self.group.update_critic(batch), "explained_variance": explained_variance(batch)}
+        explained = explained_variance(batch)
+        return self.group.update_critic(batch).then(lambda metrics: {**metrics, "explained_variance": explained})
+
+    @property
+    def offending(self) -> dict[str, list[str]]:
+        """As the group's."""
+        return self.group.offending
 
 
 class NoCritic:
     """For recipes without a critic: has no values and learns nothing."""
 
-    def values(self, batch: Batch) -> Batch:
-        return batch.select([])
+    def values(self, batch: Batch) -> Later[Batch]:
+        return now(batch.select([]))
 
-    def update(self, batch: Batch) -> dict[str, float]:
-        return {}
+    def update(self, batch: Batch) -> Later[dict[str, float]]:
+        return now({})
+
+    offending: ClassVar[dict[str, list[str]]] = {}
 
 
 @dataclass
@@ -64,9 +78,14 @@ class Learner:
     actor: WorkerGroup
     wait: int = 0
 
-    def update(self, batch: Batch, step: int) -> dict[str, float]:
+    def update(self, batch: Batch, step: int) -> Later[dict[str, float]]:
         """As the actor's; {} while it waits. `step` counts from 1."""
-        return self.actor.update(batch) if step > self.wait else {}
+        return self.actor.update(batch) if step > self.wait else now({})
+
+    @property
+    def offending(self) -> dict[str, list[str]]:
+        """As the group's."""
+        return self.actor.offending
 
 
 @dataclass

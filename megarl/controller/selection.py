@@ -11,6 +11,7 @@ from megarl.algorithms.rollout_correction import CorrectionSettings, correct
 from megarl.algorithms.shaping import informative, keep_finished
 from megarl.batch import Batch, Level
 from megarl.config.schema import AlgorithmConfig
+from megarl.controller.calls import Later, now
 from megarl.controller.metrics import noted
 
 
@@ -52,9 +53,9 @@ class Selection:
 class Bypassed:
     """In place of the actor's own log-probs, with `correction.bypass`: those that the engine sampled with."""
 
-    def log_probs(self, batch: Batch) -> Batch:
+    def log_probs(self, batch: Batch) -> Later[Batch]:
         """`old_log_probs` (RESPONSE)."""
-        return batch.select([]).set("old_log_probs", batch["rollout_log_probs"], Level.RESPONSE)
+        return now(batch.select([]).set("old_log_probs", batch["rollout_log_probs"], Level.RESPONSE))
 
 
 class Scored:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megarl import config as configuration
 from megarl.algorithms import advantage
+from megarl.bridge.hf_config import read_config
 from megarl.config import Config
 from megarl.config.paths import user_path
 from megarl.controller.baseline import GreedyBaseline, NoBaseline
@@ -61,9 +62,9 @@ def _run(cfg: Config, prepared: Prepared, stack: ExitStack, signals: _Signals) -
     if cfg.export.hf:
         with observer.stage("export"):
             places.append(("the model", export_hf(cfg, prepared, trainer.sync, observer.folder.path / "model")))
-            if cfg.critic is not None:
+            if isinstance(trainer.critic, Critic):
                 target = observer.folder.path / "critic"
-                places.append(("the critic", export_critic(cfg, prepared, trainer.sync.actor, target)))
+                places.append(("the critic", export_critic(cfg, prepared, trainer.critic.group, target)))
     observer.finish(places)
 
 
@@ -80,10 +81,13 @@ def _build(cfg: Config, prepared: Prepared, observer: Observer, stack: ExitStack
         note=observer.note,
     )
     stack.callback(engines.shutdown)
-    actor = WorkerGroup(cfg, prepared.models, prepared.model.dims.hidden)
-    actor.start()
+    groups = _groups(cfg, prepared)
+    actor = groups["actor"]
+    for group in groups.values():
+        group.start()
     with observer.stage("start the trainer"):
-        actor.ready()
+        for group in groups.values():
+            group.ready()
     with observer.stage("start the engine"):
         engines.ready()
     dtype = cfg.rollout.dtype or cfg.model.dtype
@@ -97,7 +101,9 @@ def _build(cfg: Config, prepared: Prepared, observer: Observer, stack: ExitStack
     )
     engines.renew = sync.renew
     rewards = Rewarder(cfg.reward, prepared.tokenizer)
-    reward_model = RewardModel(actor, cfg.reward_model) if cfg.reward_model else NoRewardModel()
+    reward_model = (
+        RewardModel(groups.get("reward_model", actor), cfg.reward_model) if cfg.reward_model else NoRewardModel()
+    )
     rollout = _rollout(cfg, prepared, engines, rewards)
     stack.callback(rollout.close)
     trainer = Trainer(
@@ -112,8 +118,8 @@ def _build(cfg: Config, prepared: Prepared, observer: Observer, stack: ExitStack
             else NoBaseline()
         ),
         old_policy=Bypassed() if cfg.algorithm.correction.bypass else actor,
-        reference=Reference(actor) if cfg.algorithm.reference else NoReference(),
-        critic=Critic(actor) if cfg.critic else NoCritic(),
+        reference=Reference(groups.get("reference", actor)) if cfg.algorithm.reference else NoReference(),
+        critic=Critic(groups.get("critic", actor)) if cfg.critic else NoCritic(),
         actor=Learner(actor, cfg.critic.warmup_steps if cfg.critic else 0),
         shaping=Shaping(cfg.algorithm.shaping, cfg.rollout.max_new_tokens),
         estimator=Estimator(cfg.algorithm),
@@ -124,6 +130,19 @@ def _build(cfg: Config, prepared: Prepared, observer: Observer, stack: ExitStack
     with observer.stage("first weight sync"):
         sync.push(0)
     return trainer, Evaluation(prepared.sources.eval, engines, rewards, cfg)
+
+
+def _groups(cfg: Config, prepared: Prepared) -> dict[str, WorkerGroup]:
+    """The actor's ranks, and those of each role that has its own."""
+    own = {name: layout for name, layout in cfg.layouts.items() if name != "actor"}
+    hosted = prepared.models.without(*own)
+    groups = {"actor": WorkerGroup(cfg, hosted, prepared.model.dims.hidden)}
+    for name, layout in own.items():
+        models = prepared.models.only(name)
+        hidden = int(read_config(Path(getattr(models, name)))["hidden_size"])
+        threads = getattr(cfg, name).threads
+        groups[name] = WorkerGroup(cfg, models, hidden, name=name.replace("_", " "), layout=layout, threads=threads)
+    return groups
 
 
 def _rollout(cfg: Config, prepared: Prepared, engines: EngineGroup, rewards: Rewarder) -> Rollout:

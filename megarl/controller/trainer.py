@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from megarl.batch import Batch
 from megarl.controller.baseline import GreedyBaseline, NoBaseline
+from megarl.controller.calls import all_of
 from megarl.controller.estimator import Estimator
 from megarl.controller.metrics import StepMetrics
 from megarl.controller.roles import Critic, Learner, NoCritic, NoReference, NoRewardModel, Reference, RewardModel
@@ -49,19 +50,19 @@ class Trainer:
             batch = self.reward_model.add(batch.union(self.rewards.score(batch), self.baseline.scores(batch)))
         with self.stage("log_probs"):
             batch = batch.union(
-                self.old_policy.log_probs(batch), self.reference.log_probs(batch), self.critic.values(batch)
+                *all_of(self.old_policy.log_probs(batch), self.reference.log_probs(batch), self.critic.values(batch))
             )
         with self.stage("advantages"):
             batch = self.selection(self.estimator(self.shaping(batch)))
         with self.stage("update"):
-            updates = {"critic": self.critic.update(batch), "actor": self.actor.update(batch, number)}
+            critic, actor = all_of(self.critic.update(batch), self.actor.update(batch, number))
         with self.stage("reshard"):
             report = self.sync.push(number)
-        return batch, self.metrics.of(batch, updates, report, self.stage.collect())
+        return batch, self.metrics.of(batch, {"critic": critic, "actor": actor}, report, self.stage.collect())
 
     def skipped(self, number: int, metrics: Mapping[str, float]) -> Iterator[str]:
         """A sentence for each role whose gradient was not finite, so that nothing was learned from it."""
-        for role, problems in self.actor.actor.offending.items():
+        for role, problems in (self.critic.offending | self.actor.offending).items():
             if count := metrics.get(f"{role}/skipped", 0):
                 names = list(dict.fromkeys(problems))
                 named = f" (samples of {', '.join(names[:5])}{' …' if len(names) > 5 else ''})" if names else ""

@@ -1,4 +1,4 @@
-"""All ranks of the trainer as one object: shards go out, answers come back in the batch's order."""
+"""Ranks of the trainer as one object: shards go out, answers come back in the batch's order."""
 
 from __future__ import annotations
 
@@ -15,32 +15,51 @@ from megarl.algorithms.value_loss import ValueObjective
 from megarl.batch import Batch, Level
 from megarl.batch.packing import shares
 from megarl.config import Config
-from megarl.controller.calls import wait_for
+from megarl.config.schema import ParallelConfig
+from megarl.controller.calls import Later, wait_for
+from megarl.controller.placement import options
 from megarl.errors import RunError
 from megarl.reshard.bucket import BucketSpec
 from megarl.roles.models import Models
 from megarl.roles.worker import Worker
 
-_NAME = "trainer rank"
 _ROLES = {"update": "actor", "update_critic": "critic"}
 
 
 class WorkerGroup:
-    """The actor and the recipe's other roles, on `actor.parallel.ranks` processes."""
+    """Roles on `layout.ranks` processes: the actor with all that stand on its ranks, or one role that has ranks of its own.
 
-    def __init__(self, config: Config, models: Models, hidden: int):
-        """`hidden`: the size of the actor's hidden states; what attention costs beside the rest of a layer follows from it."""
+    Calls of one group come to its ranks in the order in which they were begun, whoever waits for them and when.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        models: Models,
+        hidden: int,
+        *,
+        name: str = "trainer",
+        layout: ParallelConfig | None = None,
+        threads: int | None = None,
+    ):
+        """`models`: of the roles that are hosted. `hidden`: the size of the first one's hidden states; what attention costs beside
+        the rest of a layer follows from it. `name`: what failures call the ranks by. `layout` and `threads` None: the actor's."""
         self.config = config
         self._pair_cost = 1 / (6 * hidden)  # multiplications: 4 hidden for a pair of rows, 24 hidden² for a row
-        parallel = config.actor.parallel
-        self.data_size = parallel.data
+        self.layout = layout or config.actor.parallel
+        self.data_size = self.layout.data
+        self._process = f"{name} rank"
+        self._starting = f"starting the {name}"
         self._timeout = config.cluster.worker_timeout
-        threads = config.actor.threads or max(1, (os.cpu_count() or 1) // parallel.ranks)
-        options = {"num_gpus": 0.5} if torch.cuda.is_available() else {"num_cpus": 0}
-        remote = ray.remote(Worker).options(
-            runtime_env={"env_vars": cpu.process_env(threads) | _search_path()}, max_concurrency=1, **options
-        )
-        self.actors = [remote.remote(config, models) for _ in range(parallel.ranks)]
+        threads = threads if layout else config.actor.threads
+        environment = cpu.process_env(threads or max(1, (os.cpu_count() or 1) // self.layout.ranks))
+        environment |= _search_path() | {"MEGARL_RANKS": name}  # for whoever looks at the processes of a machine
+        self.actors = [
+            ray.remote(Worker)
+            .options(runtime_env={"env_vars": environment}, max_concurrency=1, **place)
+            .remote(config, models, self.layout, threads)
+            for place in options(self.layout, shared=layout is None, name=name, timeout=self._timeout)
+        ]
         self._objective = Objective.from_config(config.algorithm)
         self._value_objective = ValueObjective.from_config(config.critic) if config.critic is not None else None
         self._pending: list[Any] = []
@@ -50,38 +69,41 @@ class WorkerGroup:
 
     def start(self) -> None:
         """Begin building on all ranks; `ready` waits for it, so that engines can start beside."""
-        address, port = wait_for([self.actors[0].address.remote()], "looking for a port", self._timeout, _NAME)[0]
+        address, port = wait_for([self.actors[0].address.remote()], "looking for a port", self._timeout, self._process)[
+            0
+        ]
         world = len(self.actors)
         self._pending = [actor.start.remote(rank, world, address, port) for rank, actor in enumerate(self.actors)]
 
     def ready(self) -> None:
-        self.places = wait_for(self._pending, "starting the trainer", self._timeout, _NAME)
+        self.places = wait_for(self._pending, self._starting, self._timeout, self._process)
 
-    def log_probs(self, batch: Batch) -> Batch:
+    def log_probs(self, batch: Batch) -> Later[Batch]:
         """`old_log_probs`, `entropy` (RESPONSE fields).
 
         Mini-batch by mini-batch (`in_parts`), so that the first update sees the very same numbers and its ratio is exactly 1.
         """
         return self.in_parts("log_probs", "log-probs", batch)
 
-    def in_parts(self, method: str, what: str, batch: Batch) -> Batch:
-        """`forward` on each mini-batch by itself, which so is cut and packed as in its update: numbers of one model are then
+    def in_parts(self, method: str, what: str, batch: Batch) -> Later[Batch]:
+        """`begin` on each mini-batch by itself, which so is cut and packed as in its update: numbers of one model are then
         equal to the last bit, and so are those of two whose weights are."""
         parts = batch.split(self.config.algorithm.mini_batches)
-        return Batch.concat([self.forward(method, what, part) for part in parts])
+        answers = [self.begin(method, what, part) for part in parts]
+        return Later(lambda: Batch.concat([answer.get() for answer in answers]))
 
     def score(self, batch: Batch) -> Batch:
         """`log_probs` (RESPONSE field) at temperature 1."""
         return self.forward("score", "log-probs of the probe", batch)
 
-    def update(self, batch: Batch) -> dict[str, float]:
+    def update(self, batch: Batch) -> Later[dict[str, float]]:
         """The optimizer steps of one step of training: `epochs` passes over `mini_batches` parts of the batch.
 
         Metrics of the step: means over its updates, maxima over them, `skipped`: the updates that were not applied.
         """
         return self._updates("update", "update", self._prepared, batch, self._objective.reads)
 
-    def update_critic(self, batch: Batch) -> dict[str, float]:
+    def update_critic(self, batch: Batch) -> Later[dict[str, float]]:
         """The same steps of the critic."""
         assert self._value_objective is not None
         return self._updates(
@@ -101,21 +123,23 @@ class WorkerGroup:
 
     def _updates(
         self, method: str, what: str, prepare: Callable[[Batch], Batch], batch: Batch, reads: Sequence[str]
-    ) -> dict[str, float]:
+    ) -> Later[dict[str, float]]:
         """Epochs over mini-batches of a method of the ranks; `prepare` sees each mini-batch whole."""
         a = self.config.algorithm
         needed = batch.select(["tokens", "uid", *(name for name in reads if name in batch)])
         self.offending[_ROLES[method]] = []
-        results = [
-            self._one_update(method, what, prepare(part))
-            for _ in range(a.epochs)
-            for part in needed.split(a.mini_batches)
-        ]
-        merged: dict[str, float] = {}
-        for key in results[0]:
-            values = [r[key] for r in results]
-            merged[key] = max(values) if key.endswith("_max") else sum(values) / len(values)
-        return merged | {"skipped": sum(1 - r["applied"] for r in results)}
+        parts = [_Part(prepare(part), self) for part in needed.split(a.mini_batches)]
+        updates = [self._one_update(method, what, part) for _ in range(a.epochs) for part in parts]
+
+        def merged() -> dict[str, float]:
+            results = [update.get() for update in updates]
+            means: dict[str, float] = {}
+            for key in results[0]:
+                values = [r[key] for r in results]
+                means[key] = max(values) if key.endswith("_max") else sum(values) / len(values)
+            return means | {"skipped": sum(1 - r["applied"] for r in results)}
+
+        return Later(merged)
 
     def _prepared(self, part: Batch) -> Batch:
         """With what the policy loss must know of a whole mini-batch; most know nothing of it."""
@@ -130,58 +154,76 @@ class WorkerGroup:
             part = part.set(name, part.unpad(values_BT), Level.RESPONSE)
         return part
 
-    def _one_update(self, method: str, what: str, part: Batch) -> dict[str, float]:
-        shards, order = self._shards(part.pop(["uid"]))
-        totals = denominators(part.padded("loss_mask"), max_length=self.config.rollout.max_new_tokens)
-        references = [ray.put(shard) for shard in shards]
-        calls = [
-            getattr(actor, method).remote(references[place["data"]], totals)
-            for actor, place in zip(self.actors, self.places, strict=True)
-        ]
-        answers = wait_for(calls, what, self._timeout, _NAME)
+    def _one_update(self, method: str, what: str, part: _Part) -> Later[dict[str, float]]:
+        calls = self._calls(method, part.references, part.totals)
+        return Later(lambda: self._metrics(_ROLES[method], part, self._wait(calls, what)))
+
+    def _metrics(self, role: str, part: _Part, answers: list[dict[str, Any]]) -> dict[str, float]:
+        """Of one update of all ranks; samples whose gradient is not finite join `offending`."""
         metrics = {k: answers[0][k] for k in ("grad_norm", "lr", "applied")}
         primaries = [a for a, place in zip(answers, self.places, strict=True) if place["primary"]]
         for key in sorted({k for a in primaries for k in a if "/" in k}):
             values = [a[key] for a in primaries if key in a]
             kind, name = key.split("/", 1)
             metrics[name] = max(values) if kind == "max" else sum(values)
-        starts = [sum(map(len, shards[:number])) for number in range(len(shards))]
         for answer, place in zip(answers, self.places, strict=True):
             if place["primary"]:
-                rows = [int(order[starts[place["data"]] + at]) for at in answer["offending"]]
-                self.offending[_ROLES[method]] += [part["uid"][row] for row in rows]
+                self.offending[role] += [part.uids[part.rows[place["data"]][at]] for at in answer["offending"]]
         return metrics
 
     def forward(self, method: str, what: str, batch: Batch) -> Batch:
         """Call a method of all ranks on the tokens of a batch; the fields it answers with, in the batch's order."""
-        shards, order = self._shards(batch.select(["tokens"]))
-        references = [ray.put(shard) for shard in shards]
-        calls = [
-            getattr(actor, method).remote(references[place["data"]])
+        return self.begin(method, what, batch).get()
+
+    def begin(self, method: str, what: str, batch: Batch) -> Later[Batch]:
+        """`forward`, to be waited for later."""
+        rows = self._shares(batch)
+        shards = [batch.select(["tokens"]).take(torch.tensor(part, dtype=torch.long)) for part in rows]
+        calls = self._calls(method, [ray.put(shard) for shard in shards])
+
+        def joined() -> Batch:
+            parts: list[Batch | None] = [None] * self.data_size
+            for answer, place in zip(self._wait(calls, what), self.places, strict=True):
+                if place["primary"]:
+                    parts[place["data"]] = answer
+            whole = Batch.concat([p for p in parts if p is not None and len(p)])
+            return whole.take(torch.argsort(torch.tensor([row for part in rows for row in part])))
+
+        return Later(joined)
+
+    def _calls(self, method: str, references: Sequence[Any], *arguments: Any) -> list[Any]:
+        """Begin a method of every rank on its shard of the batch."""
+        return [
+            getattr(actor, method).remote(references[place["data"]], *arguments)
             for actor, place in zip(self.actors, self.places, strict=True)
         ]
-        answers = wait_for(calls, what, self._timeout, _NAME)
-        parts: list[Batch | None] = [None] * self.data_size
-        for answer, place in zip(answers, self.places, strict=True):
-            if place["primary"]:
-                parts[place["data"]] = answer
-        joined = Batch.concat([p for p in parts if p is not None and len(p)])
-        return joined.take(torch.argsort(order))
 
-    def _shards(self, batch: Batch) -> tuple[list[Batch], torch.Tensor]:
-        """One part a data-parallel rank, of like cost, samples of a prompt together where that is even; and the order they
-        lie in."""
-        actor = self.config.actor
-        whole = actor.share_prompts is not False and actor.parallel.context == 1
-        parts = shares(batch, self.data_size, pair_cost=self._pair_cost, share_prompts=whole)
-        indices = [torch.tensor(part, dtype=torch.long) for part in parts]
-        return [batch.take(i) for i in indices], torch.cat(indices)
+    def _wait(self, calls: Sequence[Any], what: str) -> list[Any]:
+        return wait_for(calls, what, self._timeout, self._process)
+
+    def _shares(self, batch: Batch) -> list[list[int]]:
+        """Rows of each data-parallel rank, of like cost, samples of a prompt together where that is even."""
+        whole = self.config.actor.share_prompts is not False and self.layout.context == 1
+        return shares(batch, self.data_size, pair_cost=self._pair_cost, share_prompts=whole)
 
     def _all(self, method: str, what: str, *arguments: Any) -> list[Any]:
-        return wait_for([getattr(a, method).remote(*arguments) for a in self.actors], what, self._timeout, _NAME)
+        return wait_for(
+            [getattr(a, method).remote(*arguments) for a in self.actors], what, self._timeout, self._process
+        )
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.actors)
+
+
+class _Part:
+    """A mini-batch, cut over the data-parallel ranks and lying where they take it from, once for all epochs."""
+
+    def __init__(self, batch: Batch, group: WorkerGroup):
+        self.uids: list[str] = list(batch["uid"])
+        self.rows = group._shares(batch)
+        self.totals = denominators(batch.padded("loss_mask"), max_length=group.config.rollout.max_new_tokens)
+        sent = batch.pop(["uid"])
+        self.references = [ray.put(sent.take(torch.tensor(part, dtype=torch.long))) for part in self.rows]
 
 
 def _search_path() -> dict[str, str]:

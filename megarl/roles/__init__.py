@@ -1,1 +1,1 @@
-"""What a rank hosts: the actor and, where a recipe has one, the reference."""
+"""What a rank hosts: the actor with the roles on its ranks, or a role that has ranks of its own."""

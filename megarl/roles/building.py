@@ -1,4 +1,4 @@
-"""The engines of a rank's roles. All stand on the actor's layout."""
+"""The engines of a rank's roles, all on the layout of its ranks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from megarl.bridge.head_io import critic_head, reward_head
 from megarl.config import Config
+from megarl.config.schema import ParallelConfig
 from megarl.megatron.engine import EngineSettings, MegatronEngine
 from megarl.megatron.parallel import Place
 from megarl.megatron.valued import ValueEngine
@@ -15,15 +16,17 @@ from megarl.roles.hosted import Hosted
 from megarl.roles.models import Models, updates
 
 
-def build(cfg: Config, models: Models, place: Place) -> Hosted:
-    """Every role that has a model."""
-    settings, steps = EngineSettings.of(cfg), updates(cfg)
-    engines: dict[str, Any] = {
-        "actor": MegatronEngine(
+def build(cfg: Config, models: Models, place: Place, layout: ParallelConfig) -> Hosted:
+    """Every role that has a model, each on the layout of these ranks."""
+    stages = tuple(layout.stage_layers) if layout.stage_layers else None
+    settings = replace(EngineSettings.of(cfg), sequence=layout.sequence, stage_layers=stages)
+    steps = updates(cfg)
+    engines: dict[str, Any] = {}
+    offload = {"actor": cfg.actor.offload, "reference": cfg.reference.offload}
+    if models.actor is not None:
+        engines["actor"] = MegatronEngine(
             Path(models.actor), place, settings, optimizer=cfg.actor.optimizer, total_updates=steps["actor"]
         )
-    }
-    offload = {"actor": cfg.actor.offload, "reference": cfg.reference.offload}
     if models.reference is not None:
         engines["reference"] = MegatronEngine(Path(models.reference), place, settings)
         if models.reference == models.actor and cfg.actor.offload != "all":

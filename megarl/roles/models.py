@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megarl.config import Config
 
 
 @dataclass(frozen=True)
 class Models:
-    """Hugging Face folders; None: the recipe lacks the role."""
+    """Hugging Face folders; None: the recipe lacks the role, or other ranks have it."""
 
-    actor: str
+    actor: str | None = None
     reference: str | None = None
     critic: str | None = None
     reward_model: str | None = None
+
+    def only(self, role: str) -> Models:
+        """For ranks that host this role alone."""
+        return Models(**{role: getattr(self, role)})
+
+    def without(self, *roles: str) -> Models:
+        """For ranks that host all but these."""
+        return replace(self, **dict.fromkeys(roles))
 
 
 def updates(cfg: Config) -> dict[str, int]:

@@ -11,6 +11,7 @@ from megarl.algorithms import Denominators, Objective, advantage
 from megarl.algorithms.value_loss import ValueObjective
 from megarl.batch import Batch
 from megarl.config import Config
+from megarl.config.schema import ParallelConfig
 from megarl.reshard.bucket import BucketSpec
 from megarl.roles.models import Models
 from megarl.roles.ports import unused_port
@@ -19,9 +20,12 @@ from megarl.roles.ports import unused_port
 class Worker:
     """Methods are called on all ranks at the same time, with the same arguments but for the shard of the batch."""
 
-    def __init__(self, config: Config, models: Models):
+    def __init__(self, config: Config, models: Models, layout: ParallelConfig, threads: int | None):
+        """`models`: of the roles that these ranks host."""
         self.config = config
         self.models = models
+        self.layout = layout
+        self.threads = threads
 
     def address(self) -> tuple[str, int]:
         """An address of this host and a free port on it, for the ranks to meet at."""
@@ -36,29 +40,29 @@ class Worker:
         from megarl.reshard.writer import ShardWriter
         from megarl.roles.building import build
 
-        actor = self.config.actor
-        if actor.threads is not None:
-            torch.set_num_threads(actor.threads)
+        layout = self.layout
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
         self.place = parallel.start(
             rank,
             world,
             address,
             port,
-            tensor=actor.parallel.tensor,
-            pipeline=actor.parallel.pipeline,
-            virtual=actor.parallel.virtual,
-            context=actor.parallel.context,
-            expert=actor.parallel.expert,
-            expert_tensor=actor.parallel.expert_tensor,
+            tensor=layout.tensor,
+            pipeline=layout.pipeline,
+            virtual=layout.virtual,
+            context=layout.context,
+            expert=layout.expert,
+            expert_tensor=layout.expert_tensor,
             seed=self.config.run.seed,
             timeout=self.config.cluster.worker_timeout,
         )
-        self.roles = build(self.config, self.models, self.place)
+        self.roles = build(self.config, self.models, self.place, layout)
         self.objective = Objective.from_config(self.config.algorithm)
         if self.config.critic is not None:
             self.value_objective = ValueObjective.from_config(self.config.critic)
         self.writers = {}
-        for name in ("actor", "critic") if self.models.critic is not None else ("actor",):
+        for name in (name for name in ("actor", "critic") if getattr(self.models, name) is not None):
             with self.roles.looking(name) as engine:
                 self.writers[name] = ShardWriter(engine.parameters(), self.place)
         return asdict(self.place) | {"primary": self.place.primary, "pid": os.getpid()}

@@ -239,6 +239,18 @@ CASES = {
         "actor.parallel.tensor=2",
         said="actor.parallel.ranks=3 does not divide by tensor*pipeline*context=2*1*1; set actor.parallel.ranks=4",
     ),
+    "a layout of a critic's own": bad(
+        "algorithm.advantage=gae",
+        "critic.parallel.ranks=3",
+        "critic.parallel.tensor=3",
+        "reference.parallel.ranks=2",
+        "reward_model={path: tiny-qwen3-reward, parallel: {ranks: 3, pipeline: 2}}",
+        said=(
+            "critic.parallel.tensor=3: tensor parallelism 3 does not divide the model's 2 key-value heads",
+            "reference.parallel.ranks=2 but nothing is compared with it",
+            "reward_model.parallel.ranks=3 does not divide by tensor*pipeline*context=1*2*1; set reward_model.parallel.ranks=4",
+        ),
+    ),
     "sequence parallel alone": bad("actor.parallel.sequence=true", said="actor.parallel.sequence=true splits over"),
     "batch does not divide": bad(
         "algorithm.mini_batches=3",

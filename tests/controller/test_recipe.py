@@ -145,7 +145,7 @@ def test_correction_gives_weights_and_a_mask_and_says_so() -> None:
 
 def test_bypass_takes_the_engines_log_probs() -> None:
     batch = rollout().pop(["old_log_probs"])
-    batch = batch.union(Bypassed().log_probs(batch))
+    batch = batch.union(Bypassed().log_probs(batch).get())
     done = prepared(AlgorithmConfig(correction=CorrectionConfig(bypass=True)), batch)
     assert torch.equal(done["old_log_probs"], batch["rollout_log_probs"])
     assert "mismatch/abs_mean" not in done.meta["metrics"]

@@ -16,6 +16,7 @@ from megarl.config import Config
 from megarl.config.checks import problems
 from megarl.config.schema import CriticConfig, RewardModelConfig
 from megarl.controller import role_checks
+from megarl.controller.calls import Later, all_of, now
 from megarl.controller.roles import Critic, Learner, NoCritic, NoRewardModel, RewardModel, explained_variance
 from megarl.errors import RunError
 from megarl.models.heads import make_tiny_reward
@@ -37,13 +38,13 @@ class Ranks:
         picked = values[[int(uid) for uid in batch["uid"]]] if level is Level.SAMPLE else values
         return batch.select([]).set(name, picked, level)
 
-    def update(self, batch: Batch) -> dict[str, float]:
+    def update(self, batch: Batch) -> Later[dict[str, float]]:
         self.calls.append("update")
-        return {"loss": 1.0}
+        return now({"loss": 1.0})
 
-    def update_critic(self, batch: Batch) -> dict[str, float]:
+    def update_critic(self, batch: Batch) -> Later[dict[str, float]]:
         self.calls.append("update_critic")
-        return {"loss": 2.0}
+        return now({"loss": 2.0})
 
 
 def samples(n: int = 4) -> Batch:
@@ -95,11 +96,11 @@ def test_only_the_critic_learns_in_its_warm_up() -> None:
     ranks = Ranks()
     batch = samples().set("returns", torch.rand(8), Level.RESPONSE).set("values", torch.rand(8), Level.RESPONSE)
     actor, critic = Learner(ranks, wait=2), Critic(ranks)  # type: ignore[arg-type]
-    done = [(critic.update(batch), actor.update(batch, step)) for step in (1, 2, 3, 4)]
+    done = [all_of(critic.update(batch), actor.update(batch, step)) for step in (1, 2, 3, 4)]
     assert ranks.calls == ["update_critic"] * 3 + ["update", "update_critic", "update"]
     assert [bool(of_actor) for _, of_actor in done] == [False, False, True, True]
     assert all(of_critic["loss"] == 2.0 and "explained_variance" in of_critic for of_critic, _ in done)
-    assert NoCritic().update(batch) == {} and NoCritic().values(batch).names == ()
+    assert NoCritic().update(batch).get() == {} and NoCritic().values(batch).get().names == ()
     cfg = Config(critic=CriticConfig(warmup_steps=2))
     cfg.run.steps, cfg.algorithm.epochs, cfg.algorithm.mini_batches = 5, 2, 3
     assert updates(cfg) == {"actor": 18, "critic": 30}
