@@ -1,16 +1,36 @@
-"""Run a function on a few real ranks, each in its own process, meeting over gloo."""
+"""Run a function on a few real ranks, each in its own process, meeting over gloo.
+
+A process takes seconds to import what a rank needs, so it is kept for the next test that wants one. After a failure all are ended, and
+one with many threads is: every process group of gloo that somebody still refers to is a thread that wakes a hundred times a second.
+"""
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import pickle
+import time
 import traceback
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 from megarl.roles.ports import unused_port
+
+
+@dataclass
+class _Rank:
+    process: Any
+    calls: Connection
+
+
+_idle: list[_Rank] = []
+MOST_THREADS = 250
+JOBS_A_CALL = 8
 
 
 def free_port() -> int:
@@ -19,36 +39,94 @@ def free_port() -> int:
 
 
 def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, timeout: float = 300) -> list[Any]:
-    """`function(rank, world, port, *arguments)` on every rank; the answers by rank. Fails with the first rank's traceback."""
-    context = multiprocessing.get_context("spawn")
-    answers = context.Queue()
+    """`function(rank, world, port, *arguments)` on every rank; the answers by rank. Fails with the first rank's traceback.
+
+    `timeout` (seconds) bounds the wait for the next answer. What a function builds up it takes down again: its process is used anew.
+    """
+    while len(_idle) < world:
+        _idle.append(_started())
+    ranks = _idle[:world]
     port = free_port()
-    processes = [
-        context.Process(target=_entry, args=(answers, function, rank, world, port, arguments), daemon=True)
-        for rank in range(world)
-    ]
-    for process in processes:
-        process.start()
+    for number, rank in enumerate(ranks):
+        rank.calls.send_bytes(pickle.dumps((function, number, world, port, arguments)))
     results: dict[int, Any] = {}
     try:
         while len(results) < world:
-            rank, ok, value = answers.get(timeout=timeout)
-            if not ok:
-                raise AssertionError(f"rank {rank} failed:\n{value}")
-            results[rank] = pickle.loads(value)
-    finally:
-        for process in processes:
-            process.join(10 if len(results) == world else 0)
-            process.kill()
-    return [results[rank] for rank in range(world)]
+            results |= _next([(n, rank) for n, rank in enumerate(ranks) if n not in results], timeout)
+    except BaseException:
+        end_ranks()
+        raise
+    if any(len(list(Path(f"/proc/{rank.process.pid}/task").iterdir())) > MOST_THREADS for rank in ranks):
+        end_ranks()
+    return [results[number] for number in range(world)]
 
 
-def _entry(answers, function, rank: int, world: int, port: int, arguments) -> None:
+def run_in_parts(world: int, function: Callable[..., Any], jobs: list[Any], timeout: float = 300) -> list[list[Any]]:
+    """`run_ranks` of a function that takes a list of jobs and answers with a list, a few of them at a time."""
+    answers: list[list[Any]] = [[] for _ in range(world)]
+    for start in range(0, len(jobs), JOBS_A_CALL):
+        part = run_ranks(world, function, jobs[start : start + JOBS_A_CALL], timeout=timeout)
+        for answer, more in zip(answers, part, strict=True):
+            answer += more
+    return answers
+
+
+def end_ranks() -> None:
+    """End all processes that are kept."""
+    while _idle:
+        rank = _idle.pop()
+        rank.process.kill()
+        rank.process.join()
+
+
+def _next(waiting: list[tuple[int, _Rank]], timeout: float) -> dict[int, Any]:
+    """Answers that have come. The first failure is the cause of the others'."""
+    ready = wait([rank.calls for _, rank in waiting], timeout)
+    if not ready:
+        raise AssertionError(f"no answer of ranks {[number for number, _ in waiting]} within {timeout:.0f} s")
+    found = {}
+    failed: list[tuple[float, int, str]] = []
+    for number, rank in waiting:
+        if rank.calls not in ready:
+            continue
+        try:
+            when, ok, value = pickle.loads(rank.calls.recv_bytes())
+        except EOFError:
+            rank.process.join()
+            when, ok, value = 0.0, False, f"the process ended with exit code {rank.process.exitcode}"
+        if ok:
+            found[number] = value
+        else:
+            failed.append((when, number, value))
+    if failed:
+        _, number, value = min(failed)
+        raise AssertionError(f"rank {number} failed:\n{value}")
+    return found
+
+
+def _started() -> _Rank:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()
+    return _Rank(process, ours)
+
+
+def _serve(calls: Connection) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     warnings.simplefilter("ignore")  # Megatron's, of every rank: they would bury the error that is looked for
-    try:
-        # Bytes, because a tensor in a queue lives in memory of its sender, which ends before it is read.
-        answers.put((rank, True, pickle.dumps(function(rank, world, port, *arguments))))
-    except BaseException:
-        answers.put((rank, False, traceback.format_exc()))
-        raise
+    while True:
+        try:
+            function, rank, world, port, arguments = pickle.loads(calls.recv_bytes())
+        except EOFError:  # the tests have ended
+            return
+        try:
+            answer = (time.monotonic(), True, function(rank, world, port, *arguments))
+        except BaseException:
+            calls.send_bytes(pickle.dumps((time.monotonic(), False, traceback.format_exc())))
+            raise
+        calls.send_bytes(pickle.dumps(answer))
+
+
+atexit.register(end_ranks)

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from megarl.models.tiny import make_tiny
-from tests.distributed import free_port, run_ranks
-from tests.megatron.layouts import Job, Layout, Outcome, outcome, run_jobs, transformers_reference
+from tests.distributed import free_port, run_in_parts
+from tests.megatron.harness import Layout
+from tests.megatron.layouts import Job, Outcome, outcome, run_jobs, transformers_reference
 
 FAMILIES = ("qwen3-moe", "deepseek", "mixtral", "deepseek-v2")
 SHORT = ("qwen3-moe", "deepseek")  # the families of the short form
@@ -73,7 +74,7 @@ class Jobs:
             if layout.world == world and is_short(f, n) == short
         ]
         jobs = [Job(LAYOUTS[n], str(self.model(f)), str(self.reference(f)), free_port()) for f, n in wanted]
-        answers = run_ranks(world, run_jobs, jobs, timeout=600)
+        answers = run_in_parts(world, run_jobs, jobs)
         return {
             key: outcome(job, [rank[at] for rank in answers])
             for at, (key, job) in enumerate(zip(wanted, jobs, strict=True))

@@ -14,39 +14,59 @@ import pytest
 import torch
 
 from megarl.models.heads import make_tiny_reward
-from tests.distributed import free_port, run_ranks
-from tests.megatron.layouts import Layout
+from tests.distributed import free_port, run_in_parts
+from tests.megatron.harness import Layout
 from tests.megatron.valued_jobs import Job, Outcome, outcome, run_jobs, transformers_reference
 
 GOAL = 1e-5
 # What a job is of: the kind of its loss, and the labels of its head.
 ROLES = {"critic": ("critic", 1), "reward model": ("reward", 1), "reward model of 3 labels": ("reward", 3)}
-FAMILIES = ("qwen2", "qwen3", "llama")
+DENSE = ("qwen2", "qwen3", "llama")
+EXPERTS = ("qwen3-moe", "deepseek")
 LAYOUTS = {
     "one rank": Layout(),
     "a sample a micro-batch": Layout(micro_batch_tokens=1, share_prompts=False),
+    "three samples a micro-batch": Layout(samples=3),
+    "padded": Layout(padding=16, micro_batch_tokens=40),
     "recomputed": Layout(recompute="full", micro_batch_tokens=40),
-    "tp2": Layout(tensor=2, micro_batch_tokens=40),
     "tp2 sp": Layout(tensor=2, sequence=True, micro_batch_tokens=40),
     "pp2": Layout(pipeline=2, micro_batch_tokens=40),
     "pp2 vpp2": Layout(pipeline=2, virtual=2, micro_batch_tokens=40),
     "cp2": Layout(context=2, micro_batch_tokens=40),
     "dp2": Layout(data=2, micro_batch_tokens=40),
+    "dp2, all samples on one rank": Layout(data=2, lopsided=True, micro_batch_tokens=40),
     "dp2 plain optimizer": Layout(data=2, distributed=False),
     "tp2 sp pp2": Layout(tensor=2, sequence=True, pipeline=2, micro_batch_tokens=30),
+    "tp2 sp cp2": Layout(tensor=2, sequence=True, context=2, micro_batch_tokens=30),
+    "dp2 tp2 sp": Layout(data=2, tensor=2, sequence=True, micro_batch_tokens=30),
+}
+# Of dense families: without sequence parallelism.
+TP = {
+    "tp2": Layout(tensor=2, micro_batch_tokens=40),
+    "tp2 cp2": Layout(tensor=2, context=2, micro_batch_tokens=30),
     "dp2 tp2": Layout(data=2, tensor=2, micro_batch_tokens=30),
 }
-# In the short form: one family, and of it what differs most.
+# Of families with experts.
+EP = {
+    "ep2": Layout(data=2, expert=2, micro_batch_tokens=40),
+    "ep2, a rank without samples": Layout(data=2, expert=2, lopsided=True, micro_batch_tokens=40),
+    "tp2 sp ep2": Layout(tensor=2, sequence=True, expert=2, expert_tensor=1, micro_batch_tokens=40),
+    "dp2 tp2 sp ep2": Layout(data=2, tensor=2, sequence=True, expert=2, micro_batch_tokens=30),
+    "pp2 ep2": Layout(pipeline=2, data=2, expert=2, micro_batch_tokens=30),
+}
+CASES = {(f, role, n): x for f in DENSE for role in ROLES for n, x in {**LAYOUTS, **TP}.items()}
+CASES |= {(f, role, n): x for f in EXPERTS for role in ROLES for n, x in {**LAYOUTS, **EP}.items()}
+# In the short form: of one dense family what differs most, of one with experts the splits of experts.
 SHORT = {
     ("qwen3", role, layout)
     for role in ROLES
     for layout in ("one rank", "tp2 sp", "pp2", "cp2", "dp2")
     if role != "reward model" or layout == "one rank"
-}
+} | {("deepseek", "critic", "ep2"), ("qwen3-moe", "reward model of 3 labels", "tp2 sp ep2")}
 
 
 class Jobs:
-    """Runs all jobs of a family on a number of ranks when the first of them is asked for: the short ones, or the others."""
+    """Runs all jobs of a number of ranks when the first of them is asked for: the short ones, or the others."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -63,21 +83,16 @@ class Jobs:
         return file
 
     @functools.cache
-    def of(self, world: int, family: str, short: bool) -> dict[tuple[str, str, str], Outcome]:
-        wanted = [
-            (family, role, layout)
-            for role in ROLES
-            for layout in LAYOUTS
-            if LAYOUTS[layout].world == world and ((family, role, layout) in SHORT) == short
-        ]
+    def of(self, world: int, short: bool) -> dict[tuple[str, str, str], Outcome]:
+        wanted = [case for case, layout in CASES.items() if layout.world == world and (case in SHORT) == short]
         jobs = [
-            Job(ROLES[r][0], LAYOUTS[n], str(self.model(f, ROLES[r][1])), str(self.reference(f, r)), free_port())
+            Job(ROLES[r][0], CASES[f, r, n], str(self.model(f, ROLES[r][1])), str(self.reference(f, r)), free_port())
             for f, r, n in wanted
         ]
-        answers = run_ranks(world, run_jobs, jobs, timeout=600)
+        answers = run_in_parts(world, run_jobs, jobs)
         return {
-            key: outcome(job, [rank[at] for rank in answers])
-            for at, (key, job) in enumerate(zip(wanted, jobs, strict=True))
+            case: outcome(job, [rank[at] for rank in answers])
+            for at, (case, job) in enumerate(zip(wanted, jobs, strict=True))
         }
 
 
@@ -86,16 +101,14 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
     return Jobs(tmp_path_factory.mktemp("roles"))
 
 
-def cases() -> list:
-    every = [(family, role, layout) for family in FAMILIES for role in ROLES for layout in LAYOUTS]
-    return [pytest.param(*case, marks=[] if case in SHORT else [pytest.mark.slow]) for case in every]
-
-
-@pytest.mark.parametrize(("family", "role", "name"), cases())
+@pytest.mark.timeout(900)  # the first one waits for all jobs of as many ranks
+@pytest.mark.parametrize(
+    ("family", "role", "name"), [pytest.param(*case, marks=() if case in SHORT else pytest.mark.slow) for case in CASES]
+)
 def test_a_training_step_is_that_of_transformers(
     jobs: Jobs, family: str, role: str, name: str, record_invariant: Callable[[str, float, float], None]
 ) -> None:
-    result = jobs.of(LAYOUTS[name].world, family, (family, role, name) in SHORT)[family, role, name]
+    result = jobs.of(CASES[family, role, name].world, (family, role, name) in SHORT)[family, role, name]
     want = torch.load(jobs.reference(family, role), weights_only=False)
     assert result.elements == {n: t.numel() for n, t in want["gradients"].items()}  # all was compared, each once
     assert result.samples == list(range(12))

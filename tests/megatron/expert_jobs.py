@@ -9,24 +9,34 @@ import torch
 
 from megarl.algorithms import Objective, denominators
 from megarl.batch import Level
-from tests.bridge.cases import one_by_one
-from tests.megatron.layouts import OPTIMIZER, Job, _compare, _gather_gradients, _gradient, _share, random_batch
+from tests.megatron.harness import (
+    OPTIMIZER,
+    Layout,
+    before_update,
+    compare_gradients,
+    engine_settings,
+    gradients_of,
+    joined,
+    load_transformers,
+    random_batch,
+    share,
+)
+from tests.megatron.layouts import Job
 
 
 def choices(rank: int, world: int, port: int, folders: list[str], meetings: list[int]) -> list[dict[str, Any]]:
     """Of each model: how many tokens go to other experts than in transformers; and the dtype of a bfloat16 model's bias."""
-    torch.set_num_threads(1)
-    return [_choices(rank, world, *job) for job in zip(folders, meetings, strict=True)]
+    reports = []
+    for folder, meeting in zip(folders, meetings, strict=True):
+        with joined(rank, world, Layout(), meeting) as place:
+            reports.append(_choices(place, folder))
+    return reports
 
 
-def _choices(rank: int, world: int, folder: str, meeting: int) -> dict[str, Any]:
-    import transformers
-
-    from megarl.megatron import parallel
+def _choices(place: Any, folder: str) -> dict[str, Any]:
     from megarl.megatron.engine import EngineSettings, MegatronEngine
     from megarl.megatron.model import unwrap
 
-    place = parallel.start(rank, world, "127.0.0.1", meeting, tensor=1, pipeline=1, seed=1)
     engine = MegatronEngine(Path(folder), place, EngineSettings("float32", share_prompts=False))
     routers = [m for m in unwrap(engine.chunks[0]).modules() if type(m).__name__ == "BalancingRouter"]
     ours: dict[int, torch.Tensor] = {}
@@ -35,9 +45,7 @@ def _choices(rank: int, world: int, folder: str, meeting: int) -> dict[str, Any]
     batch = random_batch(engine.map.dims.vocab)
     engine.log_probs(batch, temperature=1.0)
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
-    )
+    model = load_transformers("CausalLM", Path(folder))
     theirs: dict[int, list[torch.Tensor]] = {n: [] for n in range(len(routers))}
     gates = [m for name, m in model.named_modules() if name.endswith(".gate")]
     for number, gate in enumerate(gates):
@@ -59,7 +67,6 @@ def _choices(rank: int, world: int, folder: str, meeting: int) -> dict[str, Any]
     whole = {p.name: t for p, t in engine.parameters()}
     report["bias dtype"] = str(biases[0][1].dtype) if biases else "none"
     report["bias lost"] = max((float((t - whole[p.name]).abs().max()) for p, t in biases), default=0.0)
-    parallel.stop()
     return report
 
 
@@ -77,12 +84,7 @@ SILENT = Objective(
 
 def balancing_reference(folder: Path, file: Path) -> None:
     """The balancing losses alone by transformers, sequence by sequence as their definition is written, and every gradient."""
-    import transformers
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
-    )
-    model.get_input_embeddings().padding_idx = None
+    model = load_transformers("CausalLM", folder)
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
     for name, module in model.named_modules():
         if name.endswith(".gate"):
@@ -103,60 +105,31 @@ def balancing_reference(folder: Path, file: Path) -> None:
             total = total + (AUX * balance + Z * z) * counts / sum(has_loss)
             values += torch.stack([balance, z]).detach() * counts / sum(has_loss) / len(seen)
     total.backward()
-    parameters = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
     batch = batch.set("advantages", torch.zeros(int(batch.response_lengths.sum())), Level.RESPONSE)
     batch = batch.set("old_log_probs", torch.zeros(int(batch.response_lengths.sum())), Level.RESPONSE)
-    gradients = one_by_one(parameters, model.config.model_type)
-    torch.save({"batch": batch, "gradients": gradients, "losses": values.tolist()}, file)
+    torch.save({"batch": batch, "gradients": gradients_of(model), "losses": values.tolist()}, file)
 
 
 def balancing(rank: int, world: int, port: int, jobs: list[Job]) -> list[dict[str, Any]]:
     """Job by job: every gradient of the balancing losses on this rank, name -> [distance from the reference, elements]; and both
     losses as reported, of a primary rank."""
-    torch.set_num_threads(1)
-    return [_balancing(rank, world, job) for job in jobs]
+    found = []
+    for job in jobs:
+        with joined(rank, world, job.layout, job.port) as place:
+            found.append(_balancing(place, job))
+    return found
 
 
-def _balancing(rank: int, world: int, job: Job) -> dict[str, Any]:
-    from megarl.megatron import parallel
-    from megarl.megatron.engine import EngineSettings, MegatronEngine
+def _balancing(place: Any, job: Job) -> dict[str, Any]:
+    from megarl.megatron.engine import MegatronEngine
 
-    layout, want = job.layout, torch.load(job.reference, weights_only=False)
-    place = parallel.start(
-        rank,
-        world,
-        "127.0.0.1",
-        job.port,
-        tensor=layout.tensor,
-        pipeline=layout.pipeline,
-        context=layout.context,
-        expert=layout.expert,
-        expert_tensor=layout.expert_tensor,
-        seed=1,
-        timeout=120,
-    )
-    settings = EngineSettings(
-        job.dtype,
-        layout.sequence,
-        layout.recompute,
-        layout.micro_batch_tokens,
-        aux_loss=AUX,
-        z_loss=Z,
-    )
+    want = torch.load(job.reference, weights_only=False)
+    settings = engine_settings(job.layout, aux_loss=AUX, z_loss=Z)
     engine = MegatronEngine(Path(job.folder), place, settings, optimizer=OPTIMIZER, total_updates=10)
     found: dict[str, list] = {}
-    apply = engine.optimizer.update
-
-    def compare_then_apply() -> Any:
-        for chunk in engine.chunks:
-            _gather_gradients(chunk, place)
-        found.update(_compare(engine, place, want["gradients"], _gradient, {"padding": 0.0}))
-        return apply()
-
-    engine.optimizer.update = compare_then_apply
+    before_update(engine, lambda: found.update(compare_gradients(engine, want["gradients"], {"padding": 0.0})))
     batch = want["batch"]
-    share, totals = batch.take(_share(batch, layout, place)), denominators(batch.padded("loss_mask"))
-    said = engine.train(share, SILENT, totals, temperature=1.0)
+    mine = share(batch, job.layout, place)
+    said = engine.train(batch.take(mine), SILENT, denominators(batch.padded("loss_mask")), temperature=1.0)
     losses = [said["sum/moe/aux_loss"], said["sum/moe/z_loss"]] if place.primary else None
-    parallel.stop()
     return {"gradients": found, "losses": losses}

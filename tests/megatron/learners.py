@@ -9,7 +9,8 @@ import torch
 
 from megarl.algorithms import denominators
 from megarl.batch import Level
-from tests.megatron.layouts import OBJECTIVE, random_batch
+from tests.megatron.harness import random_batch
+from tests.megatron.layouts import OBJECTIVE
 
 
 def learner(folder: str, place: Any, *, recompute: str = "none", dtype: str = "float32", **settings: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 from megarl.batch import Batch
 from megarl.batch.packing import Packed, cut, pack
 from tests.distributed import run_ranks
-from tests.megatron.layouts import random_batch
+from tests.megatron.harness import random_batch
 from tests.megatron.test_layers import SIZE, layer, naive
 from tests.megatron.test_packing import batch_of
 

@@ -12,7 +12,7 @@ import torch
 from megarl.megatron.precision import RECIPES, PrecisionSettings
 from megarl.models.tiny import make_tiny
 from tests.distributed import free_port, run_ranks
-from tests.megatron.layouts import random_batch
+from tests.megatron.harness import random_batch
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # Largest relative error of rounding to 3 (2) bits after the leading one, and the smallest number that has them all.

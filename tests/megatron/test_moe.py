@@ -13,7 +13,8 @@ from megarl.megatron.experts import RoutedRow, balancing_losses
 from megarl.models.tiny import make_tiny
 from tests.distributed import free_port, run_ranks
 from tests.megatron.expert_jobs import balancing, balancing_reference, choices
-from tests.megatron.layouts import Job, Layout
+from tests.megatron.harness import Layout
+from tests.megatron.layouts import Job
 
 EXPERTS, CHOSEN = 7, 3
 LENGTHS = (5, 1, 8, 3)

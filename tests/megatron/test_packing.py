@@ -7,7 +7,7 @@ import torch
 
 from megarl.batch import Batch, Sample
 from megarl.batch.packing import Packed, pack, plan_runs, prompt_runs
-from tests.megatron.layouts import random_batch
+from tests.megatron.harness import random_batch
 
 
 def batch_of(*samples: tuple[list[int], list[int]]) -> Batch:

@@ -13,7 +13,8 @@ from megarl.batch import Level
 from megarl.config import schema
 from megarl.models.tiny import make_tiny
 from tests.distributed import free_port, run_ranks
-from tests.megatron.layouts import OBJECTIVE, Layout, random_batch
+from tests.megatron.harness import Layout, random_batch
+from tests.megatron.layouts import OBJECTIVE
 
 LAYOUTS = {
     "dp2": Layout(data=2, micro_batch_tokens=30),

@@ -14,7 +14,7 @@ from megarl.megatron.valued import closing
 from megarl.models.heads import make_tiny_reward, make_tiny_trl
 from megarl.models.tiny import make_tiny
 from tests.distributed import free_port, run_ranks
-from tests.megatron.layouts import random_batch
+from tests.megatron.harness import random_batch
 from tests.megatron.valued_jobs import PAD, sequences
 
 

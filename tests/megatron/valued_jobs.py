@@ -15,8 +15,25 @@ from torch import Tensor
 from megarl.algorithms import Denominators, ObjectiveResult, denominators
 from megarl.algorithms.value_loss import ValueObjective
 from megarl.batch import Batch, Level
-from megarl.config import schema
-from tests.megatron.layouts import OPTIMIZER, Layout, _compare, _gather_gradients, _share, random_batch
+from tests.megatron.harness import (
+    OPTIMIZER,
+    Layout,
+    adamw,
+    before_update,
+    compare_gradients,
+    compare_weights,
+    cut_otherwise,
+    engine_settings,
+    gradients_of,
+    joined,
+    load_transformers,
+    merge_elements,
+    optimizer_config,
+    random_batch,
+    response_rows,
+    share,
+    weights_of,
+)
 
 Kind = Literal["critic", "reward"]
 OBJECTIVE = ValueObjective(value_clip=0.3, value_aggregation="token_mean")
@@ -72,14 +89,7 @@ def closed(batch: Batch, wanted: Tensor) -> Batch:
 
 def transformers_reference(kind: Kind, folder: Path, file: Path) -> None:
     """The same step by transformers and torch.optim, on whole sequences one by one."""
-    import transformers
-
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    )
-    model.get_input_embeddings().padding_idx = (
-        None  # else the padding token would get no gradient, though it is read here
-    )
+    model = load_transformers("SequenceClassification", folder)
     batch = sequences(model.config.vocab_size)
     rows = batch["tokens"].split(batch.total_lengths.tolist())
     g = torch.Generator().manual_seed(5)
@@ -104,54 +114,39 @@ def transformers_reference(kind: Kind, folder: Path, file: Path) -> None:
         loss = answer.loss
         found |= {"scores": answer.logits.detach(), "wanted": wanted}
     loss.backward()
-    parameters = dict(model.named_parameters())
-    found["gradients"] = {name: p.grad.clone() for name, p in parameters.items()}
-    norm = torch.nn.utils.clip_grad_norm_(parameters.values(), OPTIMIZER.clip_grad)
-    groups = [
-        {"params": [p for p in parameters.values() if p.dim() > 1], "weight_decay": OPTIMIZER.weight_decay},
-        {"params": [p for p in parameters.values() if p.dim() == 1], "weight_decay": 0.0},
-    ]
-    torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=(OPTIMIZER.beta1, OPTIMIZER.beta2), eps=OPTIMIZER.eps).step()
-    found |= {"batch": batch, "loss": float(loss.detach()), "grad_norm": float(norm)}
-    found["weights"] = {name: p.detach().clone() for name, p in parameters.items()}
+    found["gradients"] = gradients_of(model)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip_grad)
+    adamw(model).step()
+    found |= {"batch": batch, "loss": float(loss.detach()), "grad_norm": float(norm), "weights": weights_of(model)}
     torch.save(found, file)
 
 
 def run_jobs(rank: int, world: int, port: int, jobs: list[Job]) -> list[dict[str, Any]]:
     """Every job on this rank; Megatron is built up and taken down between them."""
-    torch.set_num_threads(1)
-    return [_one(rank, world, job) for job in jobs]
+    reports = []
+    for job in jobs:
+        with joined(rank, world, job.layout, job.port) as place:
+            reports.append(_one(place, job))
+    return reports
 
 
-def _one(rank: int, world: int, job: Job) -> dict[str, Any]:
+def _one(place: Any, job: Job) -> dict[str, Any]:
     from megarl.bridge.head_io import stored_head
-    from megarl.megatron import parallel
-    from megarl.megatron.engine import EngineSettings
     from megarl.megatron.valued import ValueEngine
 
     layout, want = job.layout, torch.load(job.reference, weights_only=False)
-    sizes = {"tensor": layout.tensor, "pipeline": layout.pipeline, "context": layout.context, "virtual": layout.virtual}
-    place = parallel.start(rank, world, "127.0.0.1", job.port, **sizes, seed=1, timeout=120)
-    settings = EngineSettings(
-        "float32",
-        layout.sequence,
-        layout.recompute,
-        layout.micro_batch_tokens,
-        share_prompts=layout.share_prompts,
-        stage_layers=layout.stage_layers,
-    )
-    optimizer = schema.OptimizerConfig(**vars(OPTIMIZER) | {"distributed": layout.distributed})
+    settings, optimizer = engine_settings(layout), optimizer_config(layout)
     head = stored_head(job.folder)
     assert head is not None
     engine = ValueEngine(Path(job.folder), place, settings, head, optimizer=optimizer, total_updates=10)
+    cut_otherwise(engine, layout)
     batch: Batch = want["batch"]
-    mine = _share(batch, layout, place)
+    mine = share(batch, layout, place)
     shard = batch.take(mine)
     report: dict[str, Any] = {"place": place, "samples": mine.tolist(), "padding": 0.0}
     if job.kind == "critic":
         answer, objective, total = engine.values(shard), OBJECTIVE, denominators(batch.padded("loss_mask"))
-        rows = torch.arange(int(batch.response_lengths.sum())).split(batch.response_lengths.tolist())
-        expected = want["values"][torch.cat([rows[i] for i in mine.tolist()])]
+        expected = want["values"][response_rows(batch, mine)]
         name = "values"
     else:
         answer, objective, total = engine.scores(shard), ClassifierLoss(), Denominators(len(batch), len(batch), 1)
@@ -161,18 +156,12 @@ def _one(rank: int, world: int, job: Job) -> dict[str, Any]:
         assert answer[name].dtype == torch.float32 and answer[name].shape == expected.shape
         report["outputs"] = float((answer[name] - expected).abs().max())
 
-    apply = engine.optimizer.update
+    def look() -> None:
+        report["gradients"] = compare_gradients(engine, want["gradients"], report)
 
-    def compare_then_apply() -> Any:
-        for chunk in engine.chunks:
-            _gather_gradients(chunk, place)
-        report["gradients"] = _compare(engine, place, want["gradients"], lambda p: p.main_grad, report)
-        return apply()
-
-    engine.optimizer.update = compare_then_apply
+    before_update(engine, look)
     report["metrics"] = engine.train(shard, objective, total)
-    report["weights"] = _compare(engine, place, want["weights"], lambda p: p.detach(), report)
-    parallel.stop()
+    report["weights"] = compare_weights(engine, want["weights"], report)
     return report
 
 
@@ -194,20 +183,14 @@ def outcome(job: Job, ranks: list[dict[str, Any]]) -> Outcome:
     want = torch.load(job.reference, weights_only=False)
     primaries = [report for report in ranks if report["place"].primary]
     loss = sum(report["metrics"].get("sum/loss", 0.0) for report in primaries)
-    elements: dict[str, int] = {}
-    for report in ranks:
-        for name, (_, count) in report["gradients"].items():
-            elements[name] = elements.get(name, 0) + count
-
-    def worst(what: str) -> float:
-        return max(distance for report in ranks for distance, _ in report[what].values())
-
+    gradients, elements = merge_elements([report["gradients"] for report in ranks])
+    weights, _ = merge_elements([report["weights"] for report in ranks])
     return Outcome(
         outputs=max(report["outputs"] for report in ranks if "outputs" in report),
         loss=abs(loss - want["loss"]) / abs(want["loss"]),
         grad_norm=max(abs(r["metrics"]["grad_norm"] - want["grad_norm"]) for r in ranks) / want["grad_norm"],
-        worst_gradient=worst("gradients"),
-        worst_weight=worst("weights"),
+        worst_gradient=max(gradients.values()),
+        worst_weight=max(weights.values()),
         padding=max(report["padding"] for report in ranks),
         elements=elements,
         samples=sorted(i for report in primaries for i in report["samples"]),
