@@ -206,7 +206,10 @@ def test_coarser_numbers_are_as_near_as_those_of_transformers(
     worst = max(distance for tensor, distance in result.gradients.items() if tensor in theirs.gradients)
     record_invariant(f"{head} worst of all gradients, relative {goal}", worst, factor * theirs.worst_gradient)
     # One number each, whose error may be near 0 by luck: beside the errors of what they are made of.
-    record_invariant(f"{head} loss, relative {goal}", result.loss, factor * max(theirs.loss, theirs.log_probs))
+    # The loss is a small difference of large terms: float8's was measured at 9 to 18 times, so its bound is 32.
+    of_loss = factor if recipe is None else 2 * factor
+    told = f"(goal: {of_loss:g} × transformers' bfloat16)"
+    record_invariant(f"{head} loss, relative {told}", result.loss, of_loss * max(theirs.loss, theirs.log_probs))
     scale = max(theirs.grad_norm, theirs.worst_gradient)
     record_invariant(f"{head} gradient norm, relative {goal}", result.grad_norm, factor * scale)
     if recipe is None:
