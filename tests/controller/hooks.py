@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import torch.distributed as dist
 
 from megarl.algorithms.policy_losses import get_policy_loss
 
@@ -24,6 +25,22 @@ def waiting_reward(text: str, answer: Any, payload: dict) -> float:
 
 def waiting_loss(log_probs_BT, old_log_probs_BT, advantages_BT, mask_BT, *, clip_low, clip_high, clip_dual):
     _wait()
+    return get_policy_loss("vanilla")(
+        log_probs_BT,
+        old_log_probs_BT,
+        advantages_BT,
+        mask_BT,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        clip_dual=clip_dual,
+    )
+
+
+def breaking_loss(log_probs_BT, old_log_probs_BT, advantages_BT, mask_BT, *, clip_low, clip_high, clip_dual):
+    """Fails on one rank only; the others wait for it in a collective."""
+    if dist.is_initialized() and dist.get_rank() == 1:
+        Path(os.environ["MEGARL_TEST_REACHED"]).touch()
+        raise ArithmeticError("no luck on this rank")
     return get_policy_loss("vanilla")(
         log_probs_BT,
         old_log_probs_BT,

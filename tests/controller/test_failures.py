@@ -16,9 +16,9 @@ from tests.controller.runs import LEARNABLE, Run
 LONG = (*LEARNABLE, "run.steps=1000", "data.eval=null")
 
 
-def check_failed(run: Run, *words: str) -> None:
+def check_failed(run: Run, *words: str, within: float = 90) -> None:
     """One sentence with all these words in it, no traceback, nothing left."""
-    assert run.code(90) == 1, run.err
+    assert run.code(within) == 1, run.err
     run.gone(15)
     assert len(run.said) == 1, run.err
     for word in words:
@@ -56,7 +56,24 @@ def test_a_dead_rank(tmp_path: Path) -> None:
     with Run(tmp_path, *LONG) as run:
         run.until(run.steps, 150, "a step")
         run.kill_one("ray::Worker")
-        check_failed(run, "trainer rank", "died")
+        check_failed(run, "trainer rank", "died", within=30)  # no hang in a collective with the dead
+        check_summary(run)
+
+
+@pytest.mark.slow
+def test_a_rank_that_raises(tmp_path: Path) -> None:
+    """The other rank waits in a collective; the first error is told, and nobody waits for the collective's timeout."""
+    reached = tmp_path / "reached"
+    with Run(
+        tmp_path,
+        *LONG,
+        "algorithm.policy_loss=tests.controller.hooks.breaking_loss",
+        environment={"MEGARL_TEST_REACHED": str(reached)},
+    ) as run:
+        run.until(reached.exists, 150, "the loss")
+        check_failed(
+            run, "update: trainer rank 1", "breaking_loss' failed: ArithmeticError: no luck on this rank", within=30
+        )
         check_summary(run)
 
 
