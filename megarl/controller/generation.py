@@ -35,7 +35,7 @@ class Generation:
         self._sampling = sampling
         self._timeout = timeout
         self._begun = time.monotonic()
-        self._router = Router(sampling.max_new_tokens, engines.keys)
+        self._router = Router(sampling.max_new_tokens, engines.keys, engines.config.run.seed)
         self._calls: dict[Any, tuple[Slot, float]] = {}  # the answer that an engine was last asked for, and since when
         self._finished: deque[Group] = deque()
 

@@ -1,8 +1,9 @@
-"""Sampling from a large vocabulary, for SGLang on CPU.
+"""Sampling from a large vocabulary, for SGLang on CPU: fast, and with a seed a request.
 
 `torch.multinomial` draws one random number a token of the vocabulary: for 64 sequences and 49,152 tokens 30 to 100 ms, up to
 half of a decode step of a small model. Here one random number a sequence is looked up in the cumulated distribution, in two
-levels: 0.5 ms.
+levels: 0.5 ms. It is made of the request's seed and the token's position, so that a response depends on neither when its request
+came nor on what was sampled beside it. (SGLang heeds seeds only with `enable_deterministic_inference`, which knows no CPU.)
 
 Loaded through the entry point group `sglang.srt.plugins`, like `megarl.cpu.attention`. It does nothing where CUDA is.
 """
@@ -18,31 +19,83 @@ BLOCK = 128  # tokens; the first level sums blocks, the second looks into one
 
 
 def activate() -> None:
-    """Replace the multinomial of SGLang's torch sampler; requests with a seed of their own keep SGLang's."""
+    """Replace the multinomial of SGLang's torch sampler, and let requests keep their seeds."""
     if torch.cuda.is_available():
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register("sglang.srt.layers.sampler.sampling_from_probs_torch", _sample, HookType.AROUND)
+    sampler, batches = "sglang.srt.layers.sampler.", "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo."
+    HookRegistry.register(f"{sampler}sampling_from_probs_torch", _sample, HookType.AROUND)
+    HookRegistry.register(f"{sampler}top_k_top_p_min_p_sampling_from_probs_torch", _sample_filtered, HookType.AROUND)
+    HookRegistry.register(f"{batches}from_schedule_batch", _with_seeds, HookType.AROUND)
 
 
-def _sample(original: Callable[..., torch.Tensor], probs: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-    if args or options.get("sampling_seed") is not None:
-        return original(probs, *args, **options)
-    return draw(probs).to(torch.int32)
+def _with_seeds(original: Callable[..., Any], cls: type, batch: Any, *args: Any, **options: Any) -> Any:
+    info = original(cls, batch, *args, **options)
+    if info.sampling_seed is None:
+        seeds = [request.sampling_params.sampling_seed or 0 for request in batch.reqs]
+        info.sampling_seed = torch.tensor(seeds, dtype=torch.int64, device=batch.device)
+    return info
 
 
-def draw(probs_BV: torch.Tensor) -> torch.Tensor:
-    """One index a row, int64 (B), with probability proportional to the row's entries (float32, >= 0, not all 0).
+def _sample(
+    original: Callable[..., torch.Tensor],
+    probs: torch.Tensor,
+    sampling_seed: torch.Tensor,
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    return draw(probs, fractions(sampling_seed, positions)).to(torch.int32)
 
-    An entry of 0 is never drawn. Uses torch's global generator.
-    """
+
+def _sample_filtered(
+    original: Callable[..., Any],
+    probs: torch.Tensor,
+    top_ks: torch.Tensor,
+    top_ps: torch.Tensor,
+    min_ps: torch.Tensor,
+    need_min_p_sampling: bool,
+    sampling_seed: torch.Tensor,
+    positions: torch.Tensor,
+    **options: Any,
+) -> Any:
+    """SGLang filters, and its own draw is done again, in the order of the vocabulary as without a filter. (Given seeds, it refuses
+    min-p.)"""
+    wanted = options.pop("return_filtered_probs", False)
+    _, kept, order, _ = original(
+        probs, top_ks, top_ps, min_ps, need_min_p_sampling, None, positions, return_filtered_probs=True, **options
+    )
+    kept_BV = torch.zeros_like(probs).scatter_(1, order.long(), kept)
+    ids_B = draw(kept_BV, fractions(sampling_seed, positions))
+    weight_B = kept_BV.gather(1, ids_B[:, None]).view(-1)
+    ids_B = ids_B.to(torch.int32)
+    return (ids_B, kept, order, weight_B) if wanted else ids_B
+
+
+def fractions(seed_B: torch.Tensor, position_B: torch.Tensor) -> torch.Tensor:
+    """A random number of [0, 1) a row, float64 (B): SplitMix64 (Steele, Lea, Flood 2014) of seed and position, both int64."""
+    x = seed_B + (position_B.to(torch.int64) + 1) * _signed(0x9E3779B97F4A7C15)
+    x = (x ^ _shift_right(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shift_right(x, 27)) * _signed(0x94D049BB133111EB)
+    return _shift_right(x ^ _shift_right(x, 31), 11).double() / (1 << 53)
+
+
+def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
+    return (x >> bits) & ((1 << (64 - bits)) - 1)  # torch shifts signed numbers arithmetically
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value
+
+
+def draw(probs_BV: torch.Tensor, fraction_B: torch.Tensor) -> torch.Tensor:
+    """One index a row, int64 (B): where a random number of [0, 1) falls in the cumulated entries (float32, >= 0, not all 0), so
+    with probability proportional to them. An entry of 0 is never drawn."""
     batch, size = probs_BV.shape
     full = size // BLOCK * BLOCK
     sums_BN = probs_BV[:, :full].reshape(batch, -1, BLOCK).sum(-1)
     if full < size:
         sums_BN = torch.cat([sums_BN, probs_BV[:, full:].sum(-1, keepdim=True)], dim=-1)
-    block_B1, rest_B1 = _look_up(sums_BN, torch.rand(batch, 1, dtype=torch.float64))
+    block_B1, rest_B1 = _look_up(sums_BN, fraction_B[:, None])
     token_BK = block_B1 * BLOCK + torch.arange(BLOCK)
     inside_BK = probs_BV.gather(1, token_BK.clamp(max=size - 1)).masked_fill_(token_BK >= size, 0.0)
     token_B1, _ = _look_up(inside_BK, rest_B1)

@@ -67,6 +67,7 @@ class Engine:
         self._shared_files: set[Path] = set()
         self._progress_timeout = progress_timeout
         self._keys = itertools.count()
+        self._seed = seed
         self._process, self._connection = self._spawn(threads or os.cpu_count() or 1)
         settings = {
             "model_path": str(model_path),
@@ -129,7 +130,7 @@ class Engine:
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, group_suffix: str = "") -> list[Sample]:
         """Sample `sampling.n` responses a prompt; a prompt's samples stand together and share a group. See `exchange`."""
         groups = begin(prompts, sampling.n, group_suffix)
-        router = Router(sampling.max_new_tokens, self._keys)
+        router = Router(sampling.max_new_tokens, self._keys, self._seed)
         router.join(0, self._info["capacity"])
         router.add(groups)
         while router.unanswered:

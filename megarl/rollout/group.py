@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -48,6 +49,12 @@ class Group:
     @property
     def finished(self) -> bool:
         return not self.unfinished
+
+    def seed(self, at: int, seed: int) -> int:
+        """Of the response at this place, 0 to 2**62, in a run with this seed: alike whenever, where and beside whatever it is
+        sampled."""
+        digest = hashlib.blake2b(f"{seed}/{self.name}/{at}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 2
 
     def samples(self) -> list[Sample]:
         """Raises ValueError while a response is unfinished."""

@@ -61,7 +61,9 @@ class Requests:
     async def begin(self, asks: Sequence[Ask], sampling: Sampling, version: int) -> None:
         """Send asks to the scheduler. Where several share a prompt it is read first: the others find it in the cache."""
         counts = Counter(tuple(ask.prompt_ids) for ask in asks)
-        first = {ids: asyncio.create_task(self._prefill(list(ids))) for ids, count in counts.items() if count > 1}
+        first = {
+            ids: asyncio.create_task(self._prefill(list(ids), sampling)) for ids, count in counts.items() if count > 1
+        }
         for ask in asks:
             response = self._respond(ask, sampling, version, first.get(tuple(ask.prompt_ids)))
             self._tasks.add(asyncio.create_task(response))
@@ -92,11 +94,12 @@ class Requests:
 
     # ---- one request
 
-    async def _prefill(self, prompt_ids: list[int]) -> None:
+    async def _prefill(self, prompt_ids: list[int], sampling: Sampling) -> None:
         self._prefills += 1
         request = GenerateReqInput(
             input_ids=prompt_ids,
-            sampling_params={"max_new_tokens": 0, "temperature": 0.0},
+            # One greedy request in a batch, and SGLang sorts the vocabulary for all of them at every token from then on.
+            sampling_params={"max_new_tokens": 0, **_cut(sampling)},
             rid=f"p{self._prefills:015d}",
         )
         async for _ in self._manager.generate_request(request):
@@ -115,11 +118,9 @@ class Requests:
         request = GenerateReqInput(
             input_ids=ids,
             sampling_params={
-                "temperature": sampling.temperature,
-                "top_p": sampling.top_p,
-                "top_k": sampling.top_k,
-                "min_p": sampling.min_p,
+                **_cut(sampling),
                 "max_new_tokens": budget,
+                "sampling_seed": ask.seed,
                 "stop_token_ids": [*self._stop_token_ids, *sampling.stop_token_ids],
                 "stream_interval": STOP_EVERY if sampling.stop else None,
             },
@@ -145,6 +146,16 @@ class Requests:
                     cut = end - len(begun)
                     self._manager.abort_request(request.rid)
         return final, cut
+
+
+def _cut(sampling: Sampling) -> dict[str, float]:
+    """What tokens are drawn from, as SGLang names it."""
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+    }
 
 
 def _answer(key: int, final: dict[str, Any], cut: int | None, ends: set[int], version: int) -> Answer:

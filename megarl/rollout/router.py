@@ -26,12 +26,13 @@ class _Engine:
 class Router:
     """Groups in, asks out; answers in, finished groups out.
 
-    max_new_tokens: of a response, over all its pieces. keys: never the same twice for an engine.
+    max_new_tokens: of a response, over all its pieces. keys: never the same twice for an engine. seed: of the run.
     """
 
-    def __init__(self, max_new_tokens: int, keys: Iterator[int]):
+    def __init__(self, max_new_tokens: int, keys: Iterator[int], seed: int):
         self._budget = max_new_tokens
         self._keys = keys
+        self._seed = seed
         self._engines: dict[int, _Engine] = {}
         self._waiting: deque[Group] = deque()
         self._aborted: dict[int, Group] = {}  # by order: came back unfinished, with pieces of it perhaps still open
@@ -91,7 +92,7 @@ class Router:
             begun = group.responses[at].token_ids
             budget = self._budget - len(begun)
             key = next(self._keys)
-            asks.append(Ask(key, group.prompt.token_ids, list(begun), budget))
+            asks.append(Ask(key, group.prompt.token_ids, list(begun), budget, group.seed(at, self._seed)))
             engine.open[key] = (group, at, owed + budget)
             engine.owed += owed + budget
             owed = 0

@@ -27,6 +27,7 @@ class Ask(NamedTuple):
     prompt_ids: list[int]
     begun_ids: list[int]  # what there is of the response; sampling goes on behind it
     budget: int  # new tokens at most
+    seed: int = 0  # of the response, the same for all its pieces; on a GPU only with enable_deterministic_inference
 
 
 class Answer(NamedTuple):

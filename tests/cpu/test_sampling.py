@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from megarl.cpu.sampling import BLOCK, draw
+from megarl.cpu.sampling import BLOCK, draw, fractions
+
+
+def some(probs, start=0):
+    """Another request a row; `start`: the first one's seed."""
+    seeds = torch.arange(start, start + len(probs))
+    return draw(probs, fractions(seeds, torch.full_like(seeds, 7)))
 
 
 @pytest.mark.parametrize("size", [5, BLOCK, BLOCK + 1, 3 * BLOCK - 1, 1000])
@@ -11,7 +17,8 @@ def test_frequencies_follow_the_probabilities(size):
     torch.manual_seed(0)
     probs = torch.softmax(torch.randn(size) * 2, 0)
     rows, rounds = 20000, 5
-    counts = sum(torch.bincount(draw(probs.expand(rows, size).contiguous()), minlength=size) for _ in range(rounds))
+    many = probs.expand(rows, size).contiguous()
+    counts = sum(torch.bincount(some(many, start), minlength=size) for start in range(0, rounds * rows, rows))
     total = rows * rounds
     deviation = (counts - total * probs) / (total * probs * (1 - probs)).sqrt()
     assert deviation[probs * total > 10].abs().max() < 5
@@ -24,14 +31,26 @@ def test_zero_is_never_drawn_and_rows_are_independent():
     probs = torch.zeros(300, 700)
     only = torch.randint(0, 700, (300,))
     probs[torch.arange(300), only] = torch.rand(300) * 1e-30 + 1e-38
-    for _ in range(5):
-        assert torch.equal(draw(probs), only)
+    for start in range(5):
+        assert torch.equal(some(probs, start), only)
     sparse = torch.rand(64, 49152) * (torch.rand(64, 49152) < 0.001)
-    for _ in range(20):
-        assert (sparse.gather(1, draw(sparse)[:, None]) > 0).all()
+    for start in range(20):
+        assert (sparse.gather(1, some(sparse, start)[:, None]) > 0).all()
 
 
 def test_one_certain_token_at_either_end():
     probs = torch.zeros(2, 2 * BLOCK + 3)
     probs[0, 0] = probs[1, -1] = 1.0
-    assert draw(probs).tolist() == [0, 2 * BLOCK + 2]
+    assert some(probs).tolist() == [0, 2 * BLOCK + 2]
+
+
+def test_fractions_are_uniform_and_of_seed_and_position_alone():
+    seeds, positions = torch.meshgrid(torch.arange(300) * 7919 - 5 * 10**17, torch.arange(400), indexing="ij")
+    found = fractions(seeds.flatten(), positions.flatten())
+    assert found.min() >= 0 and found.max() < 1 and len(found.unique()) == len(found)
+    counts = torch.histc(found, 100, 0, 1)
+    assert ((counts - 1200).square() / 1200).mean() < 1.5  # chi-squared a degree of freedom
+    rows = found.view(300, 400)
+    for neighbours in (rows[:, 1:] - rows[:, :-1], rows[1:] - rows[:-1]):  # a triangle's variance, 1 / 6
+        assert abs(float(neighbours.var()) - 1 / 6) < 5e-3
+    assert torch.equal(fractions(seeds[3], positions[3]), rows[3])

@@ -11,7 +11,8 @@ from megarl.batch.sample import Prompt
 from megarl.errors import RunError, UserError
 from megarl.reshard.bucket import BucketSpec
 from megarl.reshard.fingerprint import fingerprint
-from megarl.rollout.sampling import Sampling
+from megarl.rollout.group import begin
+from megarl.rollout.sampling import Ask, Sampling
 
 PROMPTS = [
     Prompt("a", [5, 6, 7, 8], answer="x", payload={"k": 1}),
@@ -88,6 +89,24 @@ def test_sampled_log_probs_are_those_of_transformers(engine, folder, reference, 
         assert 1 <= len(sample.response_ids) <= 24
         assert (sample.stop_reason == "length") == (len(sample.response_ids) == 24 and sample.response_ids[-1] != 2)
     assert worst(samples, folder, reference, temperature) <= 1e-5
+
+
+@pytest.mark.parametrize("cut", [{}, {"top_p": 0.9, "min_p": 0.01}])
+def test_a_response_depends_on_its_seed_and_not_on_its_company(engine, cut):
+    sampling = Sampling(n=3, max_new_tokens=24, **cut)
+    together = {(s.group, i % 3): s.response_ids for i, s in enumerate(engine.generate(PROMPTS, sampling, "@9"))}
+    for prompt in reversed(PROMPTS):
+        for at, sample in enumerate(engine.generate([prompt], sampling, "@9")):
+            assert sample.response_ids == together[sample.group, at]
+    other = engine.generate(PROMPTS, sampling, "@10")
+    assert not {tuple(s.response_ids) for s in other} & set(map(tuple, together.values()))
+
+    # A response that is taken up again goes on as if it had never been interrupted.
+    (group,) = begin(PROMPTS[:1], 3, "@9")
+    whole = together[group.name, 1]
+    ask = Ask(10**9, PROMPTS[0].token_ids, whole[:7], 24 - 7, group.seed(1, 3))
+    (answer,) = engine.exchange([ask], sampling, wait=60).answers
+    assert whole[:7] + answer.token_ids == whole
 
 
 def test_scores_are_log_probs_of_given_tokens(engine, folder, reference):
