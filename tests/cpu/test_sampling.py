@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megarl.cpu.sampling import BLOCK, draw, fractions
+from megarl.cpu.sampling import BLOCK, FEW, draw, fractions, likely
 
 
 def some(probs, start=0):
@@ -54,3 +54,26 @@ def test_fractions_are_uniform_and_of_seed_and_position_alone():
     for neighbours in (rows[:, 1:] - rows[:, :-1], rows[1:] - rows[:-1]):  # a triangle's variance, 1 / 6
         assert abs(float(neighbours.var()) - 1 / 6) < 5e-3
     assert torch.equal(fractions(seeds[3], positions[3]), rows[3])
+
+
+@pytest.mark.parametrize("size", [7, FEW, 3 * FEW + 5])
+@pytest.mark.parametrize("flat", [0.02, 1.0, 4.0])
+def test_what_is_left_out(size, flat):
+    """Against the definition, token by token; flat distributions keep more than the few that are looked for first."""
+    torch.manual_seed(0)
+    probs = torch.softmax(torch.randn(12, size) * flat, -1)
+    top_k = torch.tensor([1, 3, size, FEW + 9, 1 << 30, 2] * 2)
+    top_p = torch.tensor([1.0, 0.3, 0.95, 0.5, 1.0, 0.999] * 2)
+    min_p = torch.tensor([0.0] * 6 + [0.5, 0.01, 0.3, 0.0, 0.9, 0.2])
+    found = likely(probs, top_k, top_p, min_p)
+    for row in range(12):
+        before, kept = 0.0, torch.zeros(size)
+        ids = probs[row].argsort(descending=True).tolist()
+        for rank, token in enumerate(ids):
+            p = float(probs[row, token])
+            near = abs(before - float(top_p[row])) < 1e-6  # float32 sums may fall on either side
+            if rank < top_k[row] and before <= top_p[row] and p >= float(probs[row, ids[0]] * min_p[row]):
+                kept[token] = p if not near else found[row, token]
+            before += p
+        assert torch.equal(found[row], kept)
+    assert torch.equal(likely(probs, top_k, top_p), likely(probs, top_k, top_p, torch.zeros(12)))
