@@ -31,6 +31,8 @@ _PLAIN = (*_ESTIMATORS, *_ALIASES)
 KL_ESTIMATORS = (*_PLAIN, *(f"{name}+" for name in _PLAIN))
 _LEAST_REST = 1e-6  # probability
 DIRECTIONS = ("reverse", "forward")
+# Not from sampled tokens but from whole distributions, of which the engine makes `exact_kl`, and what it needs of the reference.
+EXACT_KL = {"full": ("ref_hidden",), "top_k": ("ref_top_ids", "ref_top_log_probs", "ref_log_rest")}
 
 
 def check_estimator(estimator: str) -> None:
@@ -87,23 +89,35 @@ def full_kl(
     return values_N
 
 
-def top_k_kl(log_probs_NK: Tensor, ref_log_probs_NK: Tensor) -> Tensor:
+def top_k_kl(
+    log_probs_NK: Tensor,
+    ref_log_probs_NK: Tensor,
+    log_rest_N: Tensor | None = None,
+    ref_log_rest_N: Tensor | None = None,
+) -> Tensor:
     """(N,) KL(p || q) over K + 1 outcomes, in nats: K tokens (the reference's likeliest) and all others together as one.
 
-    With P = 1 - sum_k p_k and Q = 1 - sum_k q_k: sum_k p_k (log p_k - log q_k) + P (log P - log Q). At most the KL over the whole
-    vocabulary, since outcomes put together tell distributions apart no better, and equal to it where the others differ by a factor
-    alone. P and Q count as 1e-6 at least, below which float32 knows nothing of them. The reference has no gradient. ValueError on
-    shapes that differ.
+    With P and Q the others' mass: sum_k p_k (log p_k - log q_k) + P (log P - log Q). At most the KL over the whole vocabulary,
+    since outcomes put together tell distributions apart no better, and equal to it where the others differ by a factor alone.
+    Where log P and log Q are not given, they are 1 - sum_k p_k and 1 - sum_k q_k, and count as 1e-6 at least, below which float32
+    knows nothing of them. A log-prob counts as -1e4 at least. Summed as p (log p - log q) - p + q: of equal distributions value and
+    gradient are 0 without rounding. The reference has no gradient. ValueError on shapes that differ.
     """
     if log_probs_NK.dim() != 2 or log_probs_NK.shape != ref_log_probs_NK.shape:
         shapes = f"{tuple(log_probs_NK.shape)} and {tuple(ref_log_probs_NK.shape)}"
         raise ValueError(f"log_probs_NK and ref_log_probs_NK are {shapes}; they must be one (tokens, k)")
-    log_p_NK = working(log_probs_NK).clamp(min=_LOG_PROB_FLOOR)
-    log_q_NK = working(ref_log_probs_NK.detach()).clamp(min=_LOG_PROB_FLOOR)
-    p_NK = log_p_NK.exp()
-    rest_N, ref_rest_N = ((1.0 - x.sum(-1)).clamp(min=_LEAST_REST) for x in (p_NK, log_q_NK.exp()))
-    of_rest_N = rest_N * (rest_N.log() - ref_rest_N.log())
-    return (p_NK * (log_p_NK - log_q_NK)).sum(-1) + of_rest_N
+    log_p = _with_rest(log_probs_NK, log_rest_N)
+    log_q = _with_rest(ref_log_probs_NK.detach(), None if ref_log_rest_N is None else ref_log_rest_N.detach())
+    p = log_p.exp()
+    return (p * (log_p - log_q) - p + log_q.exp()).sum(-1)
+
+
+def _with_rest(log_probs_NK: Tensor, log_rest_N: Tensor | None) -> Tensor:
+    """(N, K + 1) log-probs of K tokens and of the rest."""
+    log_p_NK = working(log_probs_NK)
+    if log_rest_N is None:
+        log_rest_N = (1.0 - log_p_NK.exp().sum(-1)).clamp(min=_LEAST_REST).log()
+    return torch.cat([log_p_NK, log_rest_N.to(log_p_NK)[:, None]], dim=1).clamp(min=_LOG_PROB_FLOOR)
 
 
 class _FullKL(torch.autograd.Function):

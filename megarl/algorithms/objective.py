@@ -12,7 +12,7 @@ from torch import Tensor
 from megarl.algorithms.aggregation import Denominators, aggregate, check_counted, check_mode
 from megarl.algorithms.bits import BitMask
 from megarl.algorithms.checks import check_number
-from megarl.algorithms.divergence import check_estimator, kl
+from megarl.algorithms.divergence import EXACT_KL, check_estimator, kl
 from megarl.algorithms.masking import as_mask
 from megarl.algorithms.policy_losses import PolicyLoss, policy_loss
 from megarl.algorithms.policy_losses.base import clamped_log_ratio
@@ -51,7 +51,8 @@ class Objective:
             raise ValueError(f"policy_loss_options is {self.policy_loss_options!r}; it must hold values by name")
         policy_loss.check_options(self.policy_loss, self.policy_loss_options)
         check_mode(self.mode)
-        check_estimator(self.kl_estimator)
+        if self.kl_estimator not in EXACT_KL:
+            check_estimator(self.kl_estimator)
         check_number("clip_low", self.clip_low, least=0, most=1)
         check_number("clip_high", self.clip_high, least=0)
         check_number("clip_dual", self.clip_dual, above=1, none=True)
@@ -73,15 +74,22 @@ class Objective:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Names of the (B, T) data that it cannot be called without."""
+        """Names of the (B, T) data that it cannot be called without (of the reference's for an exact KL: (B, T, ...))."""
         names = ["old_log_probs", "advantages", "loss_mask", *self._made]
         if "behaviour_log_probs_BT" in policy_loss.required(self.policy_loss):
             names.append("rollout_log_probs")
-        return (*names, "ref_log_probs") if self.kl_coefficient else tuple(names)
+        of_reference = EXACT_KL.get(self.kl_estimator, ("ref_log_probs",)) if self.kl_coefficient else ()
+        return (*names, *of_reference)
+
+    @property
+    def exact_kl(self) -> str | None:
+        """`full` or `top_k` where the loss has a KL that is not estimated from the sampled tokens: whoever calls gives
+        `exact_kl` among the data, made of those of `needs` that are the reference's."""
+        return self.kl_estimator if self.kl_coefficient and self.kl_estimator in EXACT_KL else None
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Names of all (B, T) data that it would look at."""
+        """Names of all data that it would look at."""
         return tuple(dict.fromkeys((*self.needs, "rollout_log_probs", "ref_log_probs", "correction_weights")))
 
     @property
@@ -118,7 +126,8 @@ class Objective:
     ) -> ObjectiveResult:
         """log_probs_BT, entropy_BT: of the current policy, with gradient; entropy None where it is not wanted.
         data: (B, T) each: old_log_probs, advantages, loss_mask; ref_log_probs where there is a reference; what `prepare`
-        made; rollout_log_probs where the loss looks at them; correction_weights (no gradient) multiply the policy loss.
+        made; rollout_log_probs where the loss looks at them; exact_kl, with gradient, where `exact_kl` says so;
+        correction_weights (no gradient) multiply the policy loss.
         """
         mask = BitMask(field_of(data, "loss_mask", log_probs_BT))
         if entropy_BT is not None:
@@ -152,14 +161,21 @@ class Objective:
             if entropy_BT is None:
                 raise ValueError("the objective has an entropy coefficient, but was given no entropy")
             loss = loss - self.entropy_coefficient * share(entropy_BT)
-        if self.kl_coefficient or "ref_log_probs" in data:
-            ref_log_probs_BT = field_of(data, "ref_log_probs", log_probs_BT)
-            kl_BT = kl(log_probs_BT, ref_log_probs_BT, mask.bool_BT, self.kl_estimator)
+        kl_BT = self._kl(log_probs_BT, data, mask)
+        if kl_BT is not None:
             sums["kl_loss"], sums["kl"] = share(kl_BT), share(kl_BT.detach(), "token_mean")
             if self.kl_coefficient:
                 loss = loss + self.kl_coefficient * sums["kl_loss"]
         maxima = {"ratio_max": _ratio_max(policy.ratio_BT, drift_BT, mask), "abs_log_ratio_max": maximum(drift_BT)}
         return ObjectiveResult(loss, {name: value.detach() for name, value in sums.items()}, maxima)
+
+    def _kl(self, log_probs_BT: Tensor, data: Mapping[str, Tensor], mask: BitMask) -> Tensor | None:
+        """Of each token, 0 where masked; None where there is nothing to compare with."""
+        if self.exact_kl:
+            return mask(field_of(data, "exact_kl", log_probs_BT))
+        if self.kl_estimator in EXACT_KL or not (self.kl_coefficient or "ref_log_probs" in data):
+            return None
+        return kl(log_probs_BT, field_of(data, "ref_log_probs", log_probs_BT), mask.bool_BT, self.kl_estimator)
 
     @property
     def _made(self) -> tuple[str, ...]:

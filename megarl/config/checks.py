@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from megarl.config.loading import keys
 from megarl.config.paths import path_fault
-from megarl.config.schema import Config, ParallelConfig, SourceConfig
+from megarl.config.schema import AlgorithmConfig, Config, ParallelConfig, SourceConfig
 from megarl.errors import ConfigError
 
 # The legal values of every number, as intervals: "[1," is 1 and up, "(0,1]" is above 0 and at most 1.
@@ -30,6 +30,7 @@ RANGES = {
     "algorithm.clip_dual": "(1,",
     "algorithm.entropy_coefficient": "[0,",
     "algorithm.kl_coefficient": "[0,",
+    "algorithm.kl_top_k": "[1,",
     "algorithm.gamma": "[0,1]",
     "algorithm.lam": "[0,1]",
     "algorithm.epochs": "[1,",
@@ -158,6 +159,7 @@ def problems(cfg: Config) -> list[str]:
         *_training(cfg),
         *_roles(cfg),
         *_algorithm(cfg),
+        *_exact_kl(cfg),
         *_sources(cfg),
         *_files(cfg),
         *_cluster(cfg),
@@ -342,6 +344,26 @@ def _algorithm(cfg: Config) -> Iterator[str]:
         yield (
             f"algorithm.shaping.kl_target={shaping.kl_target} moves algorithm.shaping.kl_coefficient, which is 0 and "
             "stays so; set it to a first value such as 0.001"
+        )
+
+
+def _exact_kl(cfg: Config) -> Iterator[str]:
+    a = cfg.algorithm
+    exact = a.kl_estimator in ("full", "top_k")
+    if exact and a.kl_coefficient == 0:
+        yield (
+            f"algorithm.kl_estimator={a.kl_estimator} is of the KL in the loss, and algorithm.kl_coefficient is 0; set it above 0, or "
+            "remove algorithm.kl_estimator"
+        )
+    if a.kl_estimator != "top_k" and a.kl_top_k != AlgorithmConfig().kl_top_k:
+        yield (
+            f"algorithm.kl_top_k={a.kl_top_k} means nothing with algorithm.kl_estimator={a.kl_estimator}; set "
+            "algorithm.kl_estimator=top_k, or remove it"
+        )
+    if a.kl_estimator == "full" and "reference" in cfg.layouts:
+        yield (
+            "algorithm.kl_estimator=full needs the reference's output layer beside the actor's, and reference.parallel gives it ranks "
+            "of its own; remove reference.parallel, or set algorithm.kl_estimator=top_k"
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 Dtype = Literal["bfloat16", "float32"]
 Aggregation = Literal["token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"]
 Offload = Literal["none", "optimizer", "all"]  # optimizer: states and gradients; all: the parameters, too
-KLEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+"]
+KLEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+", "full", "top_k"]
 
 
 @dataclass
@@ -99,7 +99,10 @@ class AlgorithmConfig:
     aggregation: Aggregation | None = None  # average of the loss over a mini-batch; None: the loss's own
     entropy_coefficient: float = 0.0  # bonus: subtracted from the loss
     kl_coefficient: float = 0.0  # KL to the reference in the loss; a reference is built where needed
-    kl_estimator: KLEstimator = "k3"  # how sampled tokens estimate it; with +: the value of the one, the gradient of k2
+    kl_estimator: KLEstimator = (
+        "k3"  # from sampled tokens (+: with the gradient of k2), or from distributions: full, top_k
+    )
+    kl_top_k: int = 64  # kl_estimator top_k: so many of the reference's likeliest tokens, all others count as one
     epochs: int = 1  # passes over a step's samples
     mini_batches: int = 1  # optimizer steps in a pass
     shaping: ShapingConfig = field(default_factory=ShapingConfig)

@@ -86,6 +86,8 @@ def _made_up(n: int) -> Batch:
 def _loss(cfg: Config, objective: Objective, batch: Batch) -> Iterator[str]:
     data = {name: batch.padded(name) for name in objective.reads if name in batch}
     log_probs_BT = (batch.padded("old_log_probs") + 0.05).requires_grad_()
+    if objective.exact_kl:
+        data["exact_kl"] = batch.padded("entropy")
     told = f"algorithm.policy_loss={cfg.algorithm.policy_loss}, tried on made-up samples: "
     try:
         data |= objective.prepare(data)

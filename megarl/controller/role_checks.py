@@ -35,6 +35,7 @@ def find(cfg: Config, folder: Path, model: ModelMap, tokenizer: PreTrainedTokeni
     reference = critic = reward = None
     if cfg.algorithm.reference:
         reference = look.at("reference.path", cfg.reference.path, lambda _: None)
+        look.compared()
     if cfg.critic is not None:
         critic = look.at("critic.path", cfg.critic.path, critic_head)
         look.groups()
@@ -74,6 +75,22 @@ class _Look:
         if folder != self.folder:
             self.problems += [f"{key}={path}: {problem}" for problem in self._unlike(folder, model)]
         return str(folder)
+
+    def compared(self) -> None:
+        """What keeps distributions over the vocabulary from being compared with the reference's."""
+        a, own = self.cfg.algorithm, self.model.dims.vocab
+        if a.kl_coefficient == 0 or a.kl_estimator not in ("full", "top_k") or self.opened is None:
+            return
+        if self.opened.dims.vocab != own:
+            self.problems.append(
+                f"algorithm.kl_estimator={a.kl_estimator} compares distributions over one vocabulary, and the reference's has "
+                f"{self.opened.dims.vocab} tokens where the policy's has {own}; set a reference.path of as many, or "
+                "algorithm.kl_estimator=k3"
+            )
+        if a.kl_estimator == "top_k" and a.kl_top_k > own:
+            self.problems.append(
+                f"algorithm.kl_top_k={a.kl_top_k} is more than the {own} tokens of the vocabulary; set it to that or less"
+            )
 
     def groups(self) -> None:
         """Patterns of the critic's parameters."""

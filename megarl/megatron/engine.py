@@ -19,6 +19,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 
 from megarl.algorithms import Denominators, Objective, ObjectiveResult
+from megarl.algorithms.divergence import EXACT_KL, top_k_kl
 from megarl.batch import Batch, Level
 from megarl.batch.packing import Packed, cut, pack, plan_runs
 from megarl.bridge.activations import Estimate, Layout
@@ -29,7 +30,7 @@ from megarl.errors import RunError
 from megarl.megatron import experts
 from megarl.megatron import model as stage
 from megarl.megatron.emulate import Emulation, emulate_fp8
-from megarl.megatron.head import TokenScores, join, token_scores
+from megarl.megatron.head import Divergences, TokenScores, divergences, join
 from megarl.megatron.offload import Memory
 from megarl.megatron.optimizer import Optimizer, learning
 from megarl.megatron.optimizer_settings import OptimizerSettings
@@ -136,21 +137,38 @@ class MegatronEngine:
         return stage.parameters_of(self.chunks, self.map)
 
     @torch.no_grad()
-    def log_probs(self, batch: Batch, *, temperature: float, sum_p2: bool = False) -> Batch | None:
+    def log_probs(
+        self, batch: Batch, *, temperature: float, sum_p2: bool = False, top_k: int = 0, hidden: bool = False
+    ) -> Batch | None:
         """Log-probs and entropies of the response tokens, as a batch of RESPONSE fields in the order of `batch`; with `sum_p2` also
         the sum of the squared probabilities of the whole vocabulary in each one's place.
 
+        For an exact KL to this model: with `top_k` also `top_ids`, `top_log_probs` (tokens, k) of the likeliest tokens there and
+        `log_rest`, the log of the mass of all others; with `hidden` also `hidden`, the (tokens, H) states that predict.
         None on ranks whose stage is not the last.
         """
-        names = ("log_probs", "entropy", "sum_p2") if sum_p2 else ("log_probs", "entropy")
-        return self._look(batch, partial(self._scores_only, temperature, sum_p2), names)
+        names = ["log_probs", "entropy", *(["sum_p2"] if sum_p2 else [])]
+        names += [*(["top_ids", "top_log_probs", "log_rest"] if top_k else []), *(["hidden"] if hidden else [])]
+        options = {"sum_p2": sum_p2, "top_k": top_k}
+        return self._look(batch, partial(self._scores_only, temperature, options, hidden), names)
+
+    def output_weight(self) -> torch.Tensor | None:
+        """(V/ranks, H) this rank's rows of the output layer; None on ranks whose stage is not the last."""
+        return stage.unwrap(self.chunks[-1]).output_weight() if self.place.last_stage else None
 
     def train(
-        self, batch: Batch, objective: Callable, denominators: Denominators, *, temperature: float = 1.0
+        self,
+        batch: Batch,
+        objective: Callable,
+        denominators: Denominators,
+        *,
+        temperature: float = 1.0,
+        reference_weight: torch.Tensor | None = None,
     ) -> dict[str, Any]:
         """One optimizer step on this rank's shard of a mini-batch.
 
-        `batch` needs the RESPONSE fields that the objective reads. Returns `sum/NAME` (to be added over data-parallel ranks) and
+        `batch` needs the RESPONSE fields that the objective reads. `reference_weight`: the reference's `output_weight`, for the KL
+        over the whole vocabulary. Returns `sum/NAME` (to be added over data-parallel ranks) and
         `max/NAME` (to be maximised) of the last stage; where losses of experts are learned from, their means of every rank as
         `sum/moe/NAME`; and of every rank `grad_norm`, `lr`, `applied` (0: the gradient was not
         finite and nothing was changed), `offending`: the indices in `batch` of samples whose own gradient is not finite then.
@@ -162,7 +180,7 @@ class MegatronEngine:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.inner.zero_grad()
-        loss = partial(self._loss, objective, denominators, temperature)
+        loss = partial(self._loss, objective, denominators, temperature, reference_weight)
         weigh = partial(_sequence_weights, denominators) if self.balances else None
         experts.forget(self.chunks)
         results = self._run(batch, self._plan(batch), loss, forward_only=False, weigh=weigh)
@@ -320,8 +338,9 @@ class MegatronEngine:
             hidden = copy_to_tensor_model_parallel_region(hidden)
         return hidden[:, 0].index_select(0, row.predicts.to(hidden.device))
 
-    def _scores(self, row: Packed, hidden: torch.Tensor, temperature: float, *, sum_p2: bool = False) -> TokenScores:
-        scores = token_scores(
+    def _scores(self, row: Packed, hidden: torch.Tensor, temperature: float, **options: Any) -> Divergences:
+        """`options`: of `divergences`, for the response tokens predicted on this rank. The answer is for all of the micro-batch."""
+        done = divergences(
             self._states(row, hidden, shared_out=True),
             stage.unwrap(self.chunks[-1]).output_weight(),
             row.targets.to(hidden.device),
@@ -329,9 +348,14 @@ class MegatronEngine:
             temperature=temperature,
             chunk=self.settings.logits_chunk_tokens,
             group=mpu.get_tensor_model_parallel_group(),
-            sum_p2=sum_p2,
+            **options,
         )
-        return TokenScores(*self._whole(row, torch.stack([values for values in scores if values is not None])))
+        if row.piece is None:
+            return done
+        scores = TokenScores(*(None if x is None else self._whole(row, x[None])[0] for x in done.scores))
+        one, *rest = done[1:]
+        kl, log_rest = (None if x is None else self._whole(row, x[None])[0] for x in (one, rest.pop()))
+        return Divergences(scores, kl, *(None if x is None else self._whole(row, x.t()).t() for x in rest), log_rest)
 
     def _whole(self, row: Packed, values: torch.Tensor) -> torch.Tensor:
         """(N, R here) values of the response tokens predicted on this rank -> (N, R) of all of the micro-batch: what comes
@@ -340,26 +364,59 @@ class MegatronEngine:
             return values
         return join(values, row.piece.slots.to(values.device), row.piece.responses, mpu.get_context_parallel_group())
 
-    def _scores_only(self, temperature: float, sum_p2: bool, micro: Batch, row: Packed, hidden: torch.Tensor):
-        return torch.zeros((), device=hidden.device), self._scores(row, hidden, temperature, sum_p2=sum_p2)._asdict()
+    def _scores_only(
+        self,
+        temperature: float,
+        options: dict[str, Any],
+        with_hidden: bool,
+        micro: Batch,
+        row: Packed,
+        hidden: torch.Tensor,
+    ):
+        done = self._scores(row, hidden, temperature, **options)
+        report = done.scores._asdict() | done._asdict()
+        if with_hidden:
+            report["hidden"] = self._whole(row, self._states(row, hidden, shared_out=False).t()).t()
+        return torch.zeros((), device=hidden.device), report
 
     def _loss(
         self,
         objective: Objective,
         denominators: Denominators,
         temperature: float,
+        reference_weight: torch.Tensor | None,
         micro: Batch,
         row: Packed,
         hidden: torch.Tensor,
     ):
-        scores = self._scores(row, hidden, temperature)
+        kind = getattr(objective, "exact_kl", None)
+        options = self._compared(kind, micro, row, hidden, reference_weight)
+        done = self._scores(row, hidden, temperature, **options)
+        scores = done.scores
         if not len(micro):
             return scores.log_probs.sum(), {}  # an empty micro-batch: nothing, but a backward pass like any other
-        fields = [name for name in micro.names if micro.level(name) is Level.RESPONSE]
-        data = {name: micro.padded(name).to(hidden.device) for name in fields}
         flat = micro.response_mask.to(hidden.device)
+        wide = EXACT_KL.get(kind, ())  # of what is compared, the objective sees the KL alone
+        fields = [name for name in micro.names if micro.level(name) is Level.RESPONSE and name not in wide]
+        data = {name: micro.padded(name).to(hidden.device) for name in fields}
+        if kind == "full":
+            data["exact_kl"] = on_rectangle(done.kl, flat)
+        elif kind == "top_k":
+            theirs = [micro[name].to(hidden.device) for name in ("ref_top_log_probs", "ref_log_rest")]
+            kl = top_k_kl(done.at_log_probs, theirs[0], done.log_rest, theirs[1])
+            data["exact_kl"] = on_rectangle(kl, flat)
         result = objective(on_rectangle(scores.log_probs, flat), on_rectangle(scores.entropy, flat), data, denominators)
         return result.loss, report_of(result)
+
+    def _compared(
+        self, kind: str | None, micro: Batch, row: Packed, hidden: torch.Tensor, weight: torch.Tensor | None
+    ) -> dict[str, Any]:
+        """What `divergences` needs of the reference, for the response tokens predicted on this rank."""
+        if kind is None:
+            return {}
+        values = micro["ref_hidden" if kind == "full" else "ref_top_ids"]
+        values = (values if row.piece is None else values[row.piece.slots]).to(hidden.device)
+        return {"reference": (values, weight)} if kind == "full" else {"at": values}
 
 
 def report_of(result: ObjectiveResult) -> dict[str, torch.Tensor]:

@@ -7,6 +7,8 @@ For logits z (already divided by the temperature), p = softmax(z), l = log p:
     log-prob of target y        l_y          d/dz_j = [j = y] - p_j
     entropy H = -Σ p_j l_j                   d/dz_j = -p_j (l_j + H)
     collision probability Σ p_j²             on request, without gradient
+    log R, R = Σ_{j not in A} p_j            d/dz_j = [j not in A] p_j / R - p_j, with log-probs of chosen tokens A: a sum, since
+                                             1 - Σ_A p_j knows nothing below float32's 1e-7
     KL to a reference q Σ p_j (l_j - log q_j)    d/dz_j = p_j (l_j - log q_j - KL), on request; the reference's logits are
                                              made chunk by chunk too, from its hidden states and its output layer
 """
@@ -36,6 +38,9 @@ class Divergences(NamedTuple):
     at_log_probs: torch.Tensor | None = None  # (N, K) float32 log-probs of the tokens `at`
     top_ids: torch.Tensor | None = None  # (N, k) int64, the most probable tokens, the likeliest first
     top_log_probs: torch.Tensor | None = None  # (N, k) float32
+    log_rest: torch.Tensor | None = (
+        None  # (N,) float32, log of the mass of all tokens but `at` or, without `at`, the likeliest
+    )
 
 
 class _Options(NamedTuple):
@@ -48,7 +53,8 @@ class _Options(NamedTuple):
 
 class _Head(torch.autograd.Function):
     """(N,H) hidden, (V/ranks,H) weight, (N,M) targets, hidden and weight of a reference or None -> log-probs (N,M), entropy (N,),
-    KL (N,) or None, Σ p² (N,) or None, the likeliest tokens (N,k) and their log-probs or None."""
+    KL (N,) or None, Σ p² (N,) or None, the likeliest tokens (N,k) and their log-probs or None, log of the rest's mass (N,) or
+    None. The first target is the token itself, the others are `at`."""
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, ref_hidden, ref_weight, options):
@@ -60,19 +66,21 @@ class _Head(torch.autograd.Function):
         sum_p2 = torch.empty_like(entropy) if with_p2 else None
         ids = targets.new_empty(count, top_k) if top_k else None
         top_log_probs = hidden.new_empty(count, top_k, dtype=torch.float32) if top_k else None
+        log_rest = torch.empty_like(entropy) if many > 1 or top_k else None
         for rows in _slices(count, chunk):
             raw = hidden[rows] @ weight.t()
             ref_raw = None if kl is None else ref_hidden[rows] @ ref_weight.t()
             top, ref_top = _top(raw, split, t), None if ref_raw is None else _top(ref_raw, split, t)
             if ids is not None:  # before the logits are worked on in place
                 ids[rows], top_log_probs[rows] = _likeliest(raw, split, top_k)
-            # With e = exp(z - top): Σ e, Σ e·(z - top), Σ e², of a reference Σ e·(z' - top'), Σ exp(z' - top'), and z of the
-            # targets - top: over this rank's part of the vocabulary.
-            sums = torch.zeros(5 + many, len(raw), dtype=torch.float32, device=raw.device)
+            # With e = exp(z - top): Σ e, Σ e·(z - top), Σ e², of a reference Σ e·(z' - top'), Σ exp(z' - top'), Σ e of the rest,
+            # and z of the targets - top: over this rank's part of the vocabulary.
+            sums = torch.zeros(6 + many, len(raw), dtype=torch.float32, device=raw.device)
             own, here = split.own(targets[rows])
+            out, out_here = split.own(targets[rows, 1:] if many > 1 or ids is None else ids[rows])
             for part in _blocks(raw[:, : split.real]):
                 z = raw[part, : split.real].float().div_(t).sub_(top[part, None])
-                sums[5:, part] = torch.where(here[part], z.gather(1, own[part]), 0.0).t()
+                sums[6:, part] = torch.where(here[part], z.gather(1, own[part]), 0.0).t()
                 weights = z.exp()
                 sums[0, part] = weights.sum(dim=1)
                 if with_p2:
@@ -81,33 +89,41 @@ class _Head(torch.autograd.Function):
                     other = ref_raw[part, : split.real].float().div_(t).sub_(ref_top[part, None])
                     sums[4, part] = other.exp().sum(dim=1)
                     sums[3, part] = other.mul_(weights).sum(dim=1)
+                if log_rest is not None:
+                    gone = weights.gather(1, out[part]) * out_here[part]
+                    sums[5, part] = weights.scatter_add(1, out[part], -gone).sum(dim=1)
                 sums[1, part] = weights.mul_(z).sum(dim=1)
             _all_reduce(sums, dist.ReduceOp.SUM, split.group)
             log_sum = sums[0].log()
             log_z[rows] = top + log_sum
             entropy[rows] = log_sum - sums[1] / sums[0]
-            log_probs[rows] = (sums[5:] - log_sum).t()
+            log_probs[rows] = (sums[6:] - log_sum).t()
             if sum_p2 is not None:
                 sum_p2[rows] = sums[2] / sums[0].square()
             if kl is not None:
                 ref_log_z[rows] = ref_top + sums[4].log()
                 kl[rows] = ((sums[1] - sums[3]) / sums[0] - log_sum + sums[4].log()).clamp_(min=0.0)  # rounding
             if top_log_probs is not None:
-                top_log_probs[rows] = top_log_probs[rows] / t - log_z[rows, None]
-        ctx.save_for_backward(hidden, weight, targets, log_z, entropy, ref_hidden, ref_weight, ref_log_z, kl)
+                # In the order of the targets' arithmetic: the same model asked `at` these gives the same bits.
+                top_log_probs[rows] = top_log_probs[rows].div_(t).sub_(top[:, None]).sub_(log_sum[:, None])
+            if log_rest is not None:
+                log_rest[rows] = sums[5].log() - log_sum
+        ctx.save_for_backward(hidden, weight, targets, log_z, entropy, ref_hidden, ref_weight, ref_log_z, kl, log_rest)
         ctx.rest = options
-        ctx.mark_non_differentiable(*(x for x in (sum_p2, ids, top_log_probs) if x is not None))
-        return log_probs, entropy, kl, sum_p2, ids, top_log_probs
+        fixed = (sum_p2, ids, top_log_probs, log_rest if many == 1 else None)
+        ctx.mark_non_differentiable(*(x for x in fixed if x is not None))
+        return log_probs, entropy, kl, sum_p2, ids, top_log_probs, log_rest
 
     @staticmethod
-    def backward(ctx, grad_log_probs, grad_entropy, grad_kl, *_):
-        hidden, weight, targets, log_z, entropy, ref_hidden, ref_weight, ref_log_z, kl = ctx.saved_tensors
+    def backward(ctx, grad_log_probs, grad_entropy, grad_kl, _p2, _ids, _top, grad_rest):
+        hidden, weight, targets, log_z, entropy, ref_hidden, ref_weight, ref_log_z, kl, log_rest = ctx.saved_tensors
         split, t, chunk, *_ = ctx.rest
         grad_hidden = torch.empty_like(hidden)
         # Chunks are summed in float32: many small bfloat16 addends would be lost.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         with_entropy = bool(grad_entropy.count_nonzero())
         with_kl = kl is not None and bool(grad_kl.count_nonzero())
+        with_rest = targets.shape[1] > 1 and bool(grad_rest.count_nonzero())
         for rows in _slices(len(hidden), chunk):
             raw = hidden[rows] @ weight.t()
             ref_raw = ref_hidden[rows] @ ref_weight.t() if with_kl else None
@@ -122,6 +138,12 @@ class _Head(torch.autograd.Function):
                     log_q = ref_raw[part, : split.real].float().div_(t).sub_(ref_log_z[rows][part, None])
                     gap = log_q.neg_().add_(log_p).sub_(kl[rows][part, None])
                     grad += gap.mul_(p).mul_(grad_kl[rows][part, None])
+                if with_rest:
+                    # No other token has more than the rest together: at most 1, and the chosen ones' exp cannot overflow.
+                    part_of = (log_p - log_rest[rows][part, None]).clamp_(max=0.0).exp_()
+                    gone = part_of.gather(1, own[part, 1:]) * here[part, 1:]
+                    part_of.scatter_add_(1, own[part, 1:], -gone).sub_(p)
+                    grad += part_of.mul_(grad_rest[rows][part, None])
                 if with_entropy:
                     grad -= log_p.add_(entropy[rows][part, None]).mul_(p).mul_(g_entropy[part])
                 grad.scatter_add_(1, own[part], g[part] * here[part])
@@ -241,7 +263,7 @@ def divergences(
     Args:
         reference: its (N, H') states and (V/ranks, H') rows of its output layer, cut as `weight` is: the exact KL to it, which is
             differentiable in hidden and weight and has no gradient for the reference.
-        at: (N, K) token ids whose log-probs are wanted, differentiable.
+        at: (N, K) token ids, in a row each once, whose log-probs and rest are wanted, differentiable.
         top_k: how many of the likeliest tokens are wanted, without gradient.
     """
     if temperature <= 0:
@@ -257,7 +279,7 @@ def divergences(
     first = weight.shape[0] * (dist.get_rank(group) if group is not None else 0)
     split = _Split(first, max(0, min(weight.shape[0], vocabulary - first)), group)
     wanted = targets[:, None] if at is None else torch.cat([targets[:, None], at], dim=1)
-    log_probs, entropy, kl, p2, ids, top_log_probs = _Head.apply(
+    log_probs, entropy, kl, p2, ids, top_log_probs, log_rest = _Head.apply(
         hidden.to(weight.dtype),
         weight,
         wanted,
@@ -266,7 +288,7 @@ def divergences(
         _Options(split, temperature, chunk, sum_p2, top_k),
     )
     at_log_probs = None if at is None else log_probs[:, 1:]
-    return Divergences(TokenScores(log_probs[:, 0], entropy, p2), kl, at_log_probs, ids, top_log_probs)
+    return Divergences(TokenScores(log_probs[:, 0], entropy, p2), kl, at_log_probs, ids, top_log_probs, log_rest)
 
 
 def join(values: torch.Tensor, slots: torch.Tensor, total: int, group: dist.ProcessGroup) -> torch.Tensor:

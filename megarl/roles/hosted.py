@@ -25,10 +25,14 @@ class Hosted:
         yield self._engines[name]
 
     @contextmanager
-    def learning(self, name: str) -> Iterator[Any]:
-        """The engine of a role, with all that it learns with in place."""
-        self._call_in(name)
+    def learning(self, name: str, beside: str | None = None) -> Iterator[Any]:
+        """The engine of a role, with all that it learns with in place, and the parameters of a second one that it is compared with."""
+        self._call_in(name, beside=beside)
         yield self._engines[name]
+
+    def beside(self, name: str) -> Any:
+        """The engine of a role that `learning` has left in place."""
+        return self._engines[name]
 
     def rest(self) -> dict[str, float]:
         """Everything that may leave the device leaves it: the engines sample now. Answers what was moved, there and back, since
@@ -39,10 +43,12 @@ class Hosted:
         self._bytes, self._seconds = 0, 0.0
         return moved
 
-    def _call_in(self, name: str, *kinds: str) -> None:
+    def _call_in(self, name: str, *kinds: str, beside: str | None = None) -> None:
         for other in self._engines:
-            if other != name:
+            if other not in (name, beside):
                 self._send_away(other)
+        if beside is not None:
+            self._count(self._engines[beside].memory.restore("parameters"))
         self._count(self._engines[name].memory.restore(*kinds))
 
     def _send_away(self, name: str) -> None:

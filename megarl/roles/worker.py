@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from megarl.algorithms import Denominators, Objective, advantage
+from megarl.algorithms.divergence import EXACT_KL
 from megarl.algorithms.value_loss import ValueObjective
 from megarl.batch import Batch
 from megarl.config import Config
@@ -77,10 +78,15 @@ class Worker:
         return self._answer(done, names)
 
     def reference_log_probs(self, batch: Batch) -> Batch | None:
-        """RESPONSE field `ref_log_probs`."""
+        """RESPONSE field `ref_log_probs`; for an exact KL in the loss, at the same temperature, `ref_top_ids`, `ref_top_log_probs`
+        (tokens, k) and `ref_log_rest`, or `ref_hidden` (tokens, H)."""
+        kind = self.objective.exact_kl
+        options: dict[str, Any] = {"temperature": self.config.rollout.temperature, "hidden": kind == "full"}
+        options["top_k"] = self.config.algorithm.kl_top_k if kind == "top_k" else 0
         with self.roles.looking("reference") as engine:
-            done = engine.log_probs(batch, temperature=self.config.rollout.temperature)
-        return self._answer(done, {"log_probs": "ref_log_probs"})
+            done = engine.log_probs(batch, **options)
+        names = ["ref_log_probs", *(EXACT_KL[kind] if kind else ())]
+        return self._answer(done, {name.removeprefix("ref_"): name for name in names})
 
     def values(self, batch: Batch) -> Batch | None:
         """RESPONSE field `values` of the critic as it is now."""
@@ -94,8 +100,12 @@ class Worker:
 
     def update(self, batch: Batch, denominators: Denominators) -> dict[str, float]:
         """One optimizer step of the actor on this data-parallel rank's shard of a mini-batch."""
-        with self.roles.learning("actor") as engine:
-            return engine.train(batch, self.objective, denominators, temperature=self.config.rollout.temperature)
+        options: dict[str, Any] = {"temperature": self.config.rollout.temperature}
+        beside = "reference" if self.objective.exact_kl == "full" else None
+        with self.roles.learning("actor", beside) as engine:
+            if beside is not None:
+                options["reference_weight"] = self.roles.beside(beside).output_weight()
+            return engine.train(batch, self.objective, denominators, **options)
 
     def update_critic(self, batch: Batch, denominators: Denominators) -> dict[str, float]:
         """One optimizer step of the critic on this data-parallel rank's shard of a mini-batch."""

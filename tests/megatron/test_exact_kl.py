@@ -1,0 +1,70 @@
+"""The KL over distributions in the actor's loss: gradients equal to those of transformers' whole logits, on every layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.models.tiny import make_tiny
+from tests.distributed import free_port, run_ranks
+from tests.megatron.exact_kl_jobs import KINDS, Job, run_jobs, transformers_reference
+from tests.megatron.harness import Layout, merge_elements
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("exact_kl")
+    make_tiny("qwen3", folder / "policy", seed=1)
+    make_tiny("qwen3", folder / "other", seed=2)
+    for kind in KINDS:
+        transformers_reference(folder / "policy", folder / "other", kind, folder / kind)
+    return folder
+
+
+def job(folders: Path, layout: Layout, kind: str, *, same: bool = False) -> Job:
+    policy = str(folders / "policy")
+    other, want = (policy, None) if same else (str(folders / "other"), str(folders / kind))
+    return Job(layout, kind, policy, other, want, free_port())
+
+
+def check(folders: Path, layout: Layout) -> None:
+    answers = run_ranks(layout.world, run_jobs, [job(folders, layout, kind) for kind in KINDS])
+    for at, kind in enumerate(KINDS):
+        ranks = [answer[at] for answer in answers]
+        want = torch.load(folders / kind, weights_only=False)
+        found = {name: sum(r["sums"].get(f"sum/{name}", 0.0) for r in ranks if r["primary"]) for name in ("loss", "kl")}
+        assert want["kl"] > 1e-3  # else nothing is compared
+        assert found == pytest.approx({name: want[name] for name in found}, rel=1e-5, abs=1e-6), kind
+        distances, elements = merge_elements([r["gradients"] for r in ranks])
+        assert set(elements) == set(want["gradients"])
+        assert max(distances.values()) < 1e-5, (kind, max(distances, key=lambda name: distances[name]), distances)
+        assert max(r["padding"] for r in ranks) == 0.0
+
+
+def test_gradients_are_those_of_whole_logits(folders: Path) -> None:
+    check(folders, Layout(micro_batch_tokens=40, chunk=7))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tensor=2, sequence=True, chunk=7),
+        Layout(pipeline=2, micro_batch_tokens=40),
+        Layout(context=2, micro_batch_tokens=40),
+        Layout(data=2, lopsided=True),
+        Layout(tensor=2, pipeline=2),
+    ],
+    ids=["tp2", "pp2", "cp2", "dp2", "tp2 pp2"],
+)
+def test_on_other_layouts(folders: Path, layout: Layout) -> None:
+    check(folders, layout)
+
+
+def test_a_model_learns_nothing_from_itself(folders: Path) -> None:
+    jobs = [job(folders, Layout(micro_batch_tokens=40), kind, same=True) for kind in KINDS]
+    for report in run_ranks(1, run_jobs, jobs)[0]:
+        assert report["sums"]["sum/kl"] == 0.0
+        assert report["largest"] == 0.0
