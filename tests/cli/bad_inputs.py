@@ -151,6 +151,36 @@ CASES = {
             "algorithm.shaping.kl_target=0.1 moves algorithm.shaping.kl_coefficient, which is 0",
         ),
     ),
+    "exact KL of nothing": bad(
+        "algorithm.kl_estimator=full",
+        "algorithm.kl_top_k=5",
+        said=(
+            "algorithm.kl_estimator=full is of the KL in the loss, and algorithm.kl_coefficient is 0; set it above 0",
+            "algorithm.kl_top_k=5 means nothing with algorithm.kl_estimator=full; set algorithm.kl_estimator=top_k",
+        ),
+    ),
+    "whole KL to a reference elsewhere": bad(
+        "algorithm.kl_coefficient=0.1",
+        "algorithm.kl_estimator=full",
+        "reference.parallel.ranks=1",
+        said="algorithm.kl_estimator=full needs the reference's output layer beside the actor's, and reference.parallel gives",
+    ),
+    "KL over more tokens than there are": bad(
+        "algorithm.kl_coefficient=0.1",
+        "algorithm.kl_estimator=top_k",
+        "algorithm.kl_top_k=100000",
+        said="algorithm.kl_top_k=100000 is more than the ",
+    ),
+    "KL over no tokens": bad(
+        "algorithm.kl_estimator=top_k",
+        "algorithm.kl_coefficient=0.1",
+        "algorithm.kl_top_k=0",
+        said="algorithm.kl_top_k is 0; it must be at least 1",
+    ),
+    "exact KL in the reward": bad(
+        "algorithm.shaping.kl_estimator=full",
+        said="algorithm.shaping.kl_estimator must be one of k1, k2, k3, abs, not 'full'",
+    ),
     "correction": bad(
         "algorithm.correction.level=tokens",
         said="algorithm.correction.level must be one of none, token, sequence, geometric",

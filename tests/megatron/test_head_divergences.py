@@ -18,7 +18,6 @@ REF_H, K = 6, 5  # the reference may be narrower
 
 def reference() -> tuple[torch.Tensor, torch.Tensor]:
     g = torch.Generator().manual_seed(1)
-    # Flat enough that the mass of the other tokens is more than float32 can lose (top_k_kl).
     return 0.3 * torch.randn(N, REF_H, generator=g), torch.randn(V, REF_H, generator=g)
 
 
@@ -64,7 +63,7 @@ def by_head(kind: str, temperature: float, chunk: int, rank: int = 0, world: int
         likeliest = divergences(ref_hidden, ref_own, targets, top_k=K, **options)
         done = divergences(hidden, own, targets, at=likeliest.top_ids, **options)
         assert not likeliest.top_log_probs.requires_grad
-        kl = top_k_kl(done.at_log_probs, likeliest.top_log_probs)
+        kl = top_k_kl(done.at_log_probs, likeliest.top_log_probs, done.log_rest, likeliest.log_rest)
     (a @ kl + b @ done.scores.log_probs + 0.3 * done.scores.entropy.sum()).backward()
     return [kl.detach(), hidden.grad, own.grad]
 
@@ -89,7 +88,50 @@ def test_a_model_does_not_differ_from_itself() -> None:
     mine.kl.sum().backward()
     assert hidden.grad.abs().max() < 1e-5
     again = divergences(hidden, weight, targets, vocabulary=V, temperature=0.7, chunk=6, at=mine.top_ids)
-    assert torch.allclose(top_k_kl(again.at_log_probs, mine.top_log_probs), torch.zeros(N), atol=1e-6)
+    assert torch.equal(again.at_log_probs, mine.top_log_probs) and torch.equal(again.log_rest, mine.log_rest)
+    assert not top_k_kl(again.at_log_probs, mine.top_log_probs, again.log_rest, mine.log_rest).any()
+
+
+def test_of_peaked_distributions_the_rest_is_known() -> None:
+    """The others together have a mass that float32's 1 - sum knows nothing of, and it matters: the policy gives them 1e-4."""
+    from megarl.megatron.head import divergences
+
+    v, k = 9, 4
+    z = torch.full((2, v), -25.0)
+    z[:, :k] = torch.tensor([3.0, 1.0, 0.0, -1.0])
+    policy = torch.where(torch.arange(v) < k, z, -8.0)[:, torch.arange(v - 1, -1, -1)]
+    theirs = z[:, torch.arange(v - 1, -1, -1)]
+    hidden, ids = torch.eye(2), torch.zeros(2, dtype=torch.long)
+
+    def at(logits: torch.Tensor, **options: Any) -> Any:
+        return divergences(hidden, logits.t().contiguous(), ids, vocabulary=v, **options)
+
+    likeliest = at(theirs, top_k=k)
+    learned = policy.clone().requires_grad_()
+    done = at(learned, at=likeliest.top_ids)
+    top_k_kl(done.at_log_probs, likeliest.top_log_probs, done.log_rest, likeliest.log_rest).sum().backward()
+    exact = policy.double().requires_grad_()
+    kl = full_kl(exact, theirs.double())  # the others differ by a factor alone
+    kl.sum().backward()
+    got = top_k_kl(done.at_log_probs, likeliest.top_log_probs, done.log_rest, likeliest.log_rest)
+    torch.testing.assert_close(got.detach().double(), kl.detach(), rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close(learned.grad.double(), exact.grad, rtol=1e-4, atol=1e-7)
+    floored = top_k_kl(done.at_log_probs, likeliest.top_log_probs)
+    assert float((floored - got).detach().abs().min()) > 0.1 * float(kl.detach().max())
+
+
+def test_all_tokens_leave_no_rest() -> None:
+    from megarl.megatron.head import divergences
+
+    hidden, weight, targets, *_ = inputs()
+    hidden.requires_grad_()
+    ref_hidden, ref_weight = reference()
+    theirs = divergences(ref_hidden, ref_weight, targets, vocabulary=V, top_k=V)
+    done = divergences(hidden, weight, targets, vocabulary=V, at=theirs.top_ids)
+    kl = top_k_kl(done.at_log_probs, theirs.top_log_probs, done.log_rest, theirs.log_rest)
+    torch.testing.assert_close(kl, full_kl(hidden @ weight.t(), ref_hidden @ ref_weight.t()), rtol=1e-5, atol=1e-5)
+    kl.sum().backward()
+    assert hidden.grad.isfinite().all()
 
 
 def test_over_fewer_outcomes_it_is_less_and_over_all_of_them_the_whole() -> None:
