@@ -282,6 +282,9 @@ def test_what_was_not_prepared_is_missed_by_name() -> None:
         Objective("decoupled")(data["log_probs"], None, data, denominators(data["loss_mask"]))
     assert "rollout_log_probs" in Objective("decoupled").needs and "rollout_log_probs" not in Objective().needs
     assert "ref_log_probs" in Objective(kl_coefficient=0.1).needs
+    assert "ref_hidden" in Objective(kl_coefficient=0.1, kl_estimator="full").needs
+    assert Objective(kl_coefficient=0.1, kl_estimator="top_k").exact_kl == "top_k"
+    assert Objective(kl_estimator="top_k").exact_kl is None is Objective(kl_coefficient=0.1).exact_kl
     assert {"correction_weights", "ref_log_probs", "rollout_log_probs"} <= set(Objective().reads)
 
 

@@ -171,6 +171,23 @@ def test_what_is_wrong_with_models_of_roles(folders: Path, tmp_path: Path) -> No
     assert said[3].startswith("reward_model.label=3 but the reward model's labels are 0 to 2; set one of these")
 
 
+def test_an_exact_kl_is_over_one_vocabulary(folders: Path, tmp_path: Path) -> None:
+    wide = make_tiny("qwen3", tmp_path / "wide", vocab_size=433)
+    cfg = Config()
+    cfg.data.max_prompt_tokens, cfg.rollout.max_new_tokens = 64, 16
+    cfg.algorithm.kl_coefficient, cfg.algorithm.kl_estimator, cfg.algorithm.kl_top_k = 0.1, "top_k", 430
+    cfg.reference.path = str(wide)
+    said = found(cfg, folders).problems
+    assert len(said) == 2, said
+    assert (
+        "algorithm.kl_estimator=top_k compares distributions over one vocabulary, and the reference's has 433"
+        in said[0]
+    )
+    assert said[1] == "algorithm.kl_top_k=430 is more than the 419 tokens of the vocabulary; set it to that or less"
+    cfg.algorithm.kl_estimator = "k3"
+    assert found(cfg, folders).problems == []
+
+
 def test_an_estimator_and_a_critic_need_each_other() -> None:
     from megarl.algorithms import get_advantage
 

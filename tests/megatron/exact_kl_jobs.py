@@ -88,15 +88,20 @@ def run_jobs(rank: int, world: int, port: int, jobs: list[Job]) -> list[dict[str
 
 def _one(place: Any, job: Job) -> dict[str, Any]:
     from megarl.megatron.engine import MegatronEngine
+    from megarl.roles.hosted import Hosted
 
     settings = engine_settings(job.layout)
-    engine = MegatronEngine(Path(job.folder), place, settings, optimizer=optimizer_config(job.layout), total_updates=10)
+    actor = MegatronEngine(Path(job.folder), place, settings, optimizer=optimizer_config(job.layout), total_updates=10)
     reference = MegatronEngine(Path(job.other), place, settings)
     want = torch.load(job.want, weights_only=False) if job.want else None
-    batch = want["batch"] if want else still(random_batch(engine.map.dims.vocab))
+    batch = want["batch"] if want else still(random_batch(actor.map.dims.vocab))
     shard = batch.take(share(batch, job.layout, place))
     options: dict[str, Any] = {"hidden": True} if job.kind == "full" else {"top_k": K}
-    answer = reference.log_probs(shard, temperature=TEMPERATURE, **options)
+    for engine in (actor, reference):
+        engine.memory.even_on_cpu = True
+    roles = Hosted({"actor": actor, "reference": reference}, {"actor": "all", "reference": "all"})
+    with roles.looking("reference"):
+        answer = reference.log_probs(shard, temperature=TEMPERATURE, **options)
     if answer is not None:
         for name in EXACT_KL[job.kind]:
             shard = shard.set(name, answer[name.removeprefix("ref_")], Level.RESPONSE)
@@ -104,18 +109,20 @@ def _one(place: Any, job: Job) -> dict[str, Any]:
 
     def look() -> None:
         if want:
-            report["gradients"] = compare_gradients(engine, want["gradients"], report)
-        report["largest"] = max(float(b.grad_data.abs().max()) for chunk in engine.chunks for b in chunk.buffers)
+            report["gradients"] = compare_gradients(actor, want["gradients"], report)
+        report["largest"] = max(float(b.grad_data.abs().max()) for chunk in actor.chunks for b in chunk.buffers)
 
-    before_update(engine, look)
-    of_reference = reference.output_weight() if job.kind == "full" else None
-    report["sums"] = engine.train(
-        shard,
-        Objective(kl_coefficient=0.8, kl_estimator=job.kind) if want is None else objective(job.kind),
-        denominators(batch.padded("loss_mask")),
-        temperature=TEMPERATURE,
-        reference_weight=of_reference,
-    )
+    before_update(actor, look)
+    beside = "reference" if job.kind == "full" else None
+    with roles.learning("actor", beside):
+        assert ("parameters" in reference.memory.away) is (job.kind != "full")
+        report["sums"] = actor.train(
+            shard,
+            Objective(kl_coefficient=0.8, kl_estimator=job.kind) if want is None else objective(job.kind),
+            denominators(batch.padded("loss_mask")),
+            temperature=TEMPERATURE,
+            reference_weight=roles.beside(beside).output_weight() if beside else None,
+        )
     return report
 
 
