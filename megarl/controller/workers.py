@@ -145,7 +145,8 @@ class WorkerGroup:
         """With what the policy loss must know of a whole mini-batch; most know nothing of it."""
         if not self._objective.prepares:
             return part
-        data = {name: part.padded(name) for name in part.names if part.level(name) is Level.RESPONSE}
+        responses = [name for name in part.names if part.level(name) is Level.RESPONSE]
+        data = {name: part.padded(name) for name in responses if part[name].dim() == 1}
         try:
             made = self._objective.prepare(data)
         except (RuntimeError, ValueError) as error:  # the loss may be the user's own

@@ -352,10 +352,14 @@ class MegatronEngine:
         )
         if row.piece is None:
             return done
-        scores = TokenScores(*(None if x is None else self._whole(row, x[None])[0] for x in done.scores))
-        one, *rest = done[1:]
-        kl, log_rest = (None if x is None else self._whole(row, x[None])[0] for x in (one, rest.pop()))
-        return Divergences(scores, kl, *(None if x is None else self._whole(row, x.t()).t() for x in rest), log_rest)
+        floats = {**done.scores._asdict(), "kl": done.kl, "log_rest": done.log_rest}
+        there = {name: values for name, values in floats.items() if values is not None}
+        floats |= dict(zip(there, self._whole(row, torch.stack(list(there.values()))), strict=True))
+        scores = TokenScores(floats.pop("log_probs"), floats.pop("entropy"), floats.pop("sum_p2"))
+        wide = {name: getattr(done, name) for name in ("at_log_probs", "top_ids", "top_log_probs")}
+        return Divergences(
+            scores, **floats, **{n: None if x is None else self._whole(row, x.t()).t() for n, x in wide.items()}
+        )
 
     def _whole(self, row: Packed, values: torch.Tensor) -> torch.Tensor:
         """(N, R here) values of the response tokens predicted on this rank -> (N, R) of all of the micro-batch: what comes
