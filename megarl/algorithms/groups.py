@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from itertools import count
 from typing import Any
 
@@ -112,12 +112,13 @@ class Groups:
         """ "sum", "min" or "max" over each group along the first of any dimensions, whether samples count or not."""
         if not len(values):
             return values
+        if not values.is_floating_point():
+            values = values.double()
         in_order = values.index_select(0, self._order_B)
-        if values.device.type == "cpu" and values.dtype in (
-            torch.float32,
-            torch.float64,
-        ):  # half torch's time for small groups
-            of_groups = torch.from_numpy(_UFUNCS[how].reduceat(in_order.numpy(), self._starts_G.numpy()))
+        plain = in_order.device.type == "cpu" and not in_order.requires_grad
+        if plain and in_order.dtype in (torch.float32, torch.float64):  # half torch's time for small groups
+            with np.errstate(all="ignore"):  # what is not finite shows in the result
+                of_groups = torch.from_numpy(_UFUNCS[how].reduceat(in_order.numpy(), self._starts_G.numpy()))
         else:
             of_groups = torch.segment_reduce(in_order, how, lengths=self._lengths_G, initial=initial)
         return of_groups.index_select(0, self._index_B)
@@ -163,8 +164,10 @@ class Groups:
 
 
 def per_std(values_B: Tensor, std_B: Tensor, eps: float) -> Tensor:
-    """values / (std + eps); 0 where the std is 0, for then nothing differs, whatever eps is."""
-    return torch.where(std_B > 0, values_B / torch.where(std_B > 0, std_B + eps, 1.0), 0.0)
+    """values / (std + eps); 0 where the std is 0, for then nothing differs, whatever eps is; NaN where it is not finite: what is
+    too far apart must not pass for equal."""
+    scaled_B = values_B / (std_B + eps) + 0 * std_B  # 0 times inf is NaN
+    return torch.where(std_B == 0, 0.0, scaled_B)
 
 
 def _numbered(group_B: Any) -> tuple[list[Hashable], np.ndarray[tuple[int], np.dtype[np.int64]]]:
@@ -173,6 +176,8 @@ def _numbered(group_B: Any) -> tuple[list[Hashable], np.ndarray[tuple[int], np.d
     try:
         names = group_B.tolist() if isinstance(group_B, Tensor | np.ndarray) else list(group_B)
     except TypeError:
+        names = None
+    if isinstance(group_B, Mapping | Set):  # no order
         names = None
     if not isinstance(names, list):  # a tensor of no dimension holds one number
         raise ValueError(f"group_B is {group_B!r}; it must be a list of names, one a sample")
@@ -196,11 +201,11 @@ def _count(names: Sequence[Hashable]) -> tuple[Mapping[Hashable, int], np.ndarra
 def _plain(name: Any) -> Hashable:
     """A tensor is equal to itself alone, and NaN not even to itself: each sample would be a group of its own."""
     if isinstance(name, Tensor):
-        if name.dim():
-            raise ValueError(f"group_B holds a tensor of shape {tuple(name.shape)}; a name has no dimension")
+        if name.numel() != 1:
+            raise ValueError(f"group_B holds a tensor of shape {tuple(name.shape)}; a name is one number")
         name = name.item()
-    if isinstance(name, tuple):
-        return tuple(map(_plain, name))
+    if isinstance(name, tuple | frozenset):
+        return type(name)(map(_plain, name))
     if name != name:
         raise ValueError("group_B holds NaN, which cannot name a group: it is not equal to itself")
     return name

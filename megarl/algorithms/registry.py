@@ -55,7 +55,7 @@ class Registry(Generic[F]):
         try:
             function = getattr(importlib.import_module(module_name), attribute)
         except (ImportError, AttributeError, ValueError) as error:
-            raise ValueError(f"{self.kind} {name!r} cannot be imported: {error}") from error
+            raise ValueError(f"{self.kind} {name!r} cannot be imported: {' '.join(str(error).split())}") from error
         self._check(name, function)
         return function
 
@@ -76,7 +76,8 @@ class Registry(Generic[F]):
             if option in self.inputs:
                 raise ValueError(f"{self.kind} {name!r}: {option!r} is data that the trainer gives, not an option")
             if option not in known and not _takes_any(function):
-                there = f"Its options are {', '.join(known)}" if known else "It has no options"
+                own = [name for name in known if name not in self.settings]
+                there = f"Its options are {', '.join(own)}" if own else "It has no options"
                 raise ValueError(f"{self.kind} {name!r} has no option {option!r}{_hint(str(option), known)} {there}")
 
     def _check(self, name: str, function: Any) -> None:

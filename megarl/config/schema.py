@@ -99,9 +99,7 @@ class AlgorithmConfig:
     aggregation: Aggregation | None = None  # average of the loss over a mini-batch; None: the loss's own
     entropy_coefficient: float = 0.0  # bonus: subtracted from the loss
     kl_coefficient: float = 0.0  # KL to the reference in the loss; a reference is built where needed
-    kl_estimator: KLEstimator = (
-        "k3"  # from sampled tokens (+: with the gradient of k2), or from distributions: full, top_k
-    )
+    kl_estimator: KLEstimator = "k3"  # by sampled tokens (+: the gradient of k2), or by distributions: full, top_k
     kl_top_k: int = 64  # kl_estimator top_k: so many of the reference's likeliest tokens, all others count as one
     epochs: int = 1  # passes over a step's samples
     mini_batches: int = 1  # optimizer steps in a pass

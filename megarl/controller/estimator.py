@@ -45,9 +45,10 @@ class Estimator:
 
     def __call__(self, batch: Batch) -> Batch:
         mask_BT = batch.padded("loss_mask") > 0
-        offered: dict[str, Any] = {"mask_BT": mask_BT}
+        # Copies, all of them: what a user's estimator does to its arguments must reach neither the batch nor the check.
+        offered: dict[str, Any] = {"mask_BT": mask_BT.clone()}
         offered |= {name: batch.padded(field) for name, field in PADDED.items() if field in batch}
-        offered |= {name: batch[field] for name, field in PLAIN.items() if field in batch}
+        offered |= {name: torch.as_tensor(batch[field]).clone() for name, field in PLAIN.items() if field in batch}
         offered |= {"group_B": list(batch["group"]), **self._options}
         for needed in advantage.required(self._name):
             if needed not in offered:

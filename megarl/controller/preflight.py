@@ -5,7 +5,6 @@ Values alone are checked in `megarl.config.checks`; here they meet the model, th
 
 from __future__ import annotations
 
-import inspect
 import shutil
 import socket
 from collections.abc import Callable, Collection, Iterator
@@ -135,7 +134,6 @@ class _Check:
                 self._add([f"{key}={name}: importing it failed: {type(error).__name__}: {error}"])
                 continue
             if key == "algorithm.advantage":
-                self._add(_group(cfg, function))
                 self._add(_estimator(cfg))
                 self._add(role_checks.estimator_needs(cfg, function))
             else:
@@ -183,15 +181,6 @@ class _Check:
         self._add(rewarder.check_answers(sources.train.problems))
         if sources.eval is not None:
             self._add(rewarder.check_answers(sources.eval.problems))
-
-
-def _group(cfg: Config, estimator: Callable[..., object]) -> Iterator[str]:
-    """An estimator takes only what it uses: one that takes the groups compares samples within them."""
-    if cfg.rollout.n == 1 and "group_B" in inspect.signature(estimator).parameters:
-        yield (
-            f"rollout.n=1 leaves a sample alone in its group, and algorithm.advantage={cfg.algorithm.advantage} "
-            "compares within groups: every advantage would be 0; set rollout.n=2 or more"
-        )
 
 
 def _estimator(cfg: Config) -> Iterator[str]:

@@ -29,10 +29,21 @@ def problems(cfg: Config, *, estimator: bool = True, loss: bool = True) -> Itera
             batch = Estimator(cfg.algorithm)(batch)
         except RunError as error:
             yield f"algorithm.advantage={cfg.algorithm.advantage}, tried on made-up samples: {error}"
+        else:
+            yield from _alone(cfg, batch)
     if "advantages" not in batch:
         batch = batch.set("advantages", torch.ones(len(batch) * _TOKENS), Level.RESPONSE)
     if loss:
         yield from _loss(cfg, Objective.from_config(cfg.algorithm), batch)
+
+
+def _alone(cfg: Config, batch: Batch) -> Iterator[str]:
+    """Samples that are alone in their groups, and an estimator that compares within them. Their rewards differ."""
+    if cfg.rollout.n == 1 and not bool(batch["advantages"].any()):
+        yield (
+            f"rollout.n=1 leaves a sample alone in its group, and algorithm.advantage={cfg.algorithm.advantage} "
+            "compares within groups: every advantage would be 0; set rollout.n=2 or more"
+        )
 
 
 def _idle(cfg: Config) -> Iterator[str]:
@@ -54,12 +65,13 @@ def _idle(cfg: Config) -> Iterator[str]:
 
 
 def _made_up(n: int) -> Batch:
-    """Groups of n samples with everything that a recipe can make; rewards differ in the first group and not in the second."""
+    """Groups of n samples with everything that a recipe can make; rewards differ in the first group and not in the second. With
+    one sample each, groups differ."""
     samples = []
     for group in range(_GROUPS):
         for at in range(n):
             mask = [1] * _TOKENS if at % 2 else [1, 0, 1, 1]
-            reward = float(at == 0) if group == 0 else 1.0
+            reward = float(at == 0) if group == 0 else 0.25 if n == 1 else 1.0
             samples.append(Sample(f"p{group}", f"g{group}", [0], [0] * _TOKENS, mask, [-1.0] * _TOKENS, reward=reward))
     batch = Batch.from_samples(samples)
     generator = torch.Generator().manual_seed(0)

@@ -107,7 +107,7 @@ def draw(probs_BV: torch.Tensor, fraction_B: torch.Tensor) -> torch.Tensor:
     with probability proportional to them. An entry of 0 is never drawn."""
     batch, size = probs_BV.shape
     full = size // BLOCK * BLOCK
-    sums_BN = probs_BV[:, :full].reshape(batch, -1, BLOCK).sum(-1)
+    sums_BN = probs_BV[:, :full].reshape(batch, full // BLOCK, BLOCK).sum(-1)
     if full < size:
         sums_BN = torch.cat([sums_BN, probs_BV[:, full:].sum(-1, keepdim=True)], dim=-1)
     block_B1, rest_B1 = _look_up(sums_BN, fraction_B[:, None])

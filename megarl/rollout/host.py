@@ -10,6 +10,7 @@ Requests are (method, arguments) for `megarl.rollout.server.Server`; answers are
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import select
 import shutil
@@ -17,7 +18,8 @@ import signal
 import sys
 import tempfile
 import threading
-from multiprocessing.connection import Connection
+import time
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from megarl.cpu import enter_sglang
@@ -25,6 +27,7 @@ from megarl.errors import RunError, UserError
 from megarl.rollout import session
 
 _PR_SET_PDEATHSIG = 1
+_LAST_WORDS = 3.0  # seconds in which SGLang says why
 
 
 def die_with_parent() -> None:
@@ -50,6 +53,19 @@ def die_with_other_end(descriptor: int) -> None:
     threading.Thread(target=watch, daemon=True, name="other-end").start()
 
 
+def die_with_children() -> None:
+    """Kill this session when one of the processes that SGLang has started is gone. SGLang sends this one a signal then, which a main
+    thread that waits for an answer of the dead may never come to handle."""
+    sentinels = [process.sentinel for process in multiprocessing.active_children()]
+
+    def watch() -> None:
+        wait(sentinels)
+        time.sleep(_LAST_WORDS)
+        os.killpg(os.getpid(), signal.SIGKILL)  # the other end removes files, and reads in the log why
+
+    threading.Thread(target=watch, daemon=True, name="children").start()
+
+
 def serve(connection: Connection) -> None:
     """Build the server from the first message, then answer one request after the other."""
     server: Any = None
@@ -59,6 +75,7 @@ def serve(connection: Connection) -> None:
         from megarl.rollout.server import Server
 
         server = Server(**settings)
+        die_with_children()
         return server.info()
 
     while True:

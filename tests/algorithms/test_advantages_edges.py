@@ -185,7 +185,7 @@ def test_what_cannot_name_groups(name: str) -> None:
         ([("a", nan), ("a", nan)], "group_B holds NaN"),
         (torch.tensor([nan, nan]), "group_B holds NaN"),
         (torch.ones(2, 2), "group_B holds what cannot name a group: unhashable type: 'list'"),
-        ([torch.ones(2), torch.ones(2)], r"group_B holds a tensor of shape \(2,\); a name has no dimension"),
+        ([torch.ones(2), torch.ones(2)], r"group_B holds a tensor of shape \(2,\); a name is one number"),
         ([{}, {}], "group_B holds what cannot name a group: unhashable type: 'dict'"),
     ):
         with pytest.raises(ValueError, match=said):

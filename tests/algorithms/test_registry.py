@@ -132,7 +132,7 @@ def test_options_are_keywords_of_the_function(own_module: str) -> None:
     advantage.check_options(f"{own_module}.open_to_all", {"anything": 1})
     cases = {
         ("grpo_passk", "singelton"): "'grpo_passk' has no option 'singelton'; did you mean 'singleton'",
-        ("grpo", "temperature"): "'grpo' has no option 'temperature'. Its options are normalize_std, singleton, eps",
+        ("grpo", "temperature"): "'grpo' has no option 'temperature'. Its options are singleton, eps",
         (f"{own_module}.half", "k"): "has no option 'k'. It has no options",
         ("gae", "values_BT"): "'gae': 'values_BT' is data that the trainer gives, not an option",
         ("grpo", 3): "'grpo' has no option 3. Its options are",

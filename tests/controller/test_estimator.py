@@ -81,3 +81,17 @@ def test_a_bad_estimator_stops_the_run(name: str, said: str) -> None:
 def test_what_is_masked_may_hold_anything() -> None:
     done = Estimator(AlgorithmConfig(advantage=f"{__name__}.junk_where_masked"))(batch())
     assert done["advantages"].tolist() == [0.0, 0.0, 0.0, 0.0, 2.0]
+
+
+def test_what_an_estimator_does_to_its_arguments_stays_with_it():
+    """Neither the batch nor the check of what it answers sees it."""
+    given = batch().set("reward_parts", torch.ones(3, 2), Level.SAMPLE)
+    with pytest.raises(RunError, match="not a finite number"):
+        Estimator(AlgorithmConfig(advantage=f"{__name__}.destroys"))(given)
+    assert bool((given["reward_parts"] == 1).all()) and bool((given["loss_mask"] == 1).all())
+
+
+def destroys(reward_BT, mask_BT, reward_parts_BK):
+    reward_parts_BK.zero_()
+    mask_BT.zero_()
+    return Advantage(reward_BT * float("nan"), reward_BT)

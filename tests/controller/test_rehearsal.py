@@ -44,3 +44,14 @@ def test_what_would_fail_after_minutes_fails_here() -> None:
     (problem,) = said("algorithm.advantage=grpo_passk", "algorithm.advantage_options.k=5", "rollout.n=4")
     assert "tried on made-up samples: the advantage estimator 'grpo_passk' failed" in problem
     assert said("algorithm.advantage=grpo_passk", "algorithm.advantage_options.k=4", "rollout.n=4") == []
+
+
+def test_one_sample_a_problem_where_it_means_something() -> None:
+    """What compares within groups of one has nothing to say; what compares in the batch has."""
+    for name in ("grpo", "rloo", "gpg", "opo"):
+        (problem,) = said(f"algorithm.advantage={name}", "rollout.n=1")
+        assert problem.startswith("rollout.n=1 leaves a sample alone in its group"), name
+    assert said("algorithm.advantage=grpo", "algorithm.advantage_options.singleton=score", "rollout.n=1") == []
+    levels = ("algorithm.advantage_options={mean_level: batch, std_level: batch}", "rollout.n=1")
+    assert said("algorithm.advantage=group_norm", *levels) == []
+    assert said("algorithm.advantage=reinforce_plus_plus", "rollout.n=1") == []

@@ -77,3 +77,7 @@ def test_what_is_left_out(size, flat):
             before += p
         assert torch.equal(found[row], kept)
     assert torch.equal(likely(probs, top_k, top_p), likely(probs, top_k, top_p, torch.zeros(12)))
+
+
+def test_nothing_to_draw_from():
+    assert draw(torch.zeros(0, 3 * BLOCK), torch.zeros(0)).shape == (0,)

@@ -60,9 +60,10 @@ def test_killed_while_starting_leaves_nothing(folder):
     assert gone_within(host, 10)
 
 
-def test_a_scheduler_that_dies_is_one_sentence_and_leaves_nothing(folder):
-    """First while running: SGLang takes its whole tree down, and only that."""
-    engine = Engine(str(folder), dtype="float32", max_total_tokens=1024)
+@pytest.mark.parametrize("call", ["generate", pytest.param("begin_update", marks=pytest.mark.slow)])
+def test_a_scheduler_that_dies_is_one_sentence_and_leaves_nothing(folder, call):
+    """While it samples, and while a call waits for its answer without any limit of its own."""
+    engine = Engine(str(folder), dtype="float32", max_total_tokens=1024, progress_timeout=60)
     host = engine.ready()["pid"]
     shared = session.shared_files(host)
     scheduler = next(pid for pid in processes_of(host) if b"scheduler" in Path(f"/proc/{pid}/cmdline").read_bytes())
@@ -70,8 +71,9 @@ def test_a_scheduler_that_dies_is_one_sentence_and_leaves_nothing(folder):
     from megarl.batch.sample import Prompt
     from megarl.rollout.sampling import Sampling
 
+    arguments = {"generate": ([Prompt("a", [5, 6])], Sampling(max_new_tokens=4)), "begin_update": (1,)}[call]
     with pytest.raises(RunError, match="the SGLang engine died"):
-        engine.generate([Prompt("a", [5, 6])], Sampling(max_new_tokens=4))
+        getattr(engine, call)(*arguments)
     with pytest.raises(RunError, match="is not running"):
         engine.ready()
     assert gone_within(host, 5)

@@ -86,17 +86,17 @@ def remax(reward_BT: Tensor, mask_BT: Tensor, baseline_B: Tensor) -> Advantage:
 
 
 def _returns(reward_BT: Tensor, mask_BT: Tensor, gamma: float) -> Tensor:
-    """G_t = r_t + gamma G_n, n the next unmasked token. ValueError on a score that is not finite: then neither is the return of
-    the row's first token, for what is not finite in a row passes on to all before it."""
+    """G_t = r_t + gamma G_n, n the next unmasked token. ValueError on a score or a return that is not finite."""
     check_shape("reward_BT", reward_BT, mask_BT)
-    finite = []
+    finite: list[Tensor] = []
 
     def formula(reward: Tensor) -> tuple[Tensor]:
         returns = decaying_sum(reward, gamma)
-        finite.append(returns[:, :1].isfinite().all())
+        finite.extend(end.isfinite() for end in (returns.aminmax() if returns.numel() else ()))
         return (returns,)
 
     (returns_BT,) = over_tokens(formula, (reward_BT,), mask_BT)
     if not all(map(bool, finite)):
         check_finite("score", scores(reward_BT, mask_BT))
+        check_finite("return", returns_BT.abs().amax(-1))
     return returns_BT

@@ -143,8 +143,8 @@ class _Tokens:
 
     def __init__(self, log_probs_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor):
         self.mask = mask_of(mask_BT, old_log_probs_BT=log_probs_BT, advantages_BT=advantages_BT)
-        self._log_probs_BT = self.mask(log_probs_BT).clamp_(-_HUGE, _HUGE)
-        self._advantages_BT = self.mask(advantages_BT).clamp_(-_HUGE, _HUGE)
+        self._log_probs_BT = self.mask(log_probs_BT).nan_to_num_().clamp_(-_HUGE, _HUGE)
+        self._advantages_BT = self.mask(advantages_BT).nan_to_num_().clamp_(-_HUGE, _HUGE)
         self.count = int(self.mask.bool_BT.count_nonzero())
         self.covariance_BT = self._centred(self._log_probs_BT).mul_(self._centred(self._advantages_BT))
 
