@@ -180,7 +180,9 @@ class MegatronEngine:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.inner.zero_grad()
-        loss = partial(self._loss, objective, denominators, temperature, reference_weight)
+        loss = partial(self._loss, objective, denominators, temperature)
+        if reference_weight is not None:
+            loss = partial(loss, reference_weight=reference_weight)
         weigh = partial(_sequence_weights, denominators) if self.balances else None
         experts.forget(self.chunks)
         results = self._run(batch, self._plan(batch), loss, forward_only=False, weigh=weigh)
@@ -388,10 +390,11 @@ class MegatronEngine:
         objective: Objective,
         denominators: Denominators,
         temperature: float,
-        reference_weight: torch.Tensor | None,
         micro: Batch,
         row: Packed,
         hidden: torch.Tensor,
+        *,
+        reference_weight: torch.Tensor | None = None,
     ):
         kind = getattr(objective, "exact_kl", None)
         options = self._compared(kind, micro, row, hidden, reference_weight)
