@@ -118,7 +118,11 @@ def test_sglang_loads_both_plugins_and_its_backend_gives_the_same_numbers():
                 assert (results[0] - results[1]).abs().max() < 2e-6, (method, window)
         probs = torch.zeros(5, 300); probs[:, 7] = 1
         torch.multinomial = None  # must not be called
-        assert sampler.sampling_from_probs_torch(probs).tolist() == [7] * 5
+        where = dict(sampling_seed=torch.arange(5), positions=torch.arange(5))
+        assert sampler.sampling_from_probs_torch(probs, **where).tolist() == [7] * 5
+        cut = torch.full((5,), 3), torch.full((5,), 0.9), torch.full((5,), 0.1)
+        filtered = sampler.top_k_top_p_min_p_sampling_from_probs_torch
+        assert filtered(probs, *cut, True, **where).tolist() == [7] * 5
         print("same")
     """
     done = subprocess.run(
