@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megarl.config.paths import path_fault
-from megarl.config.schema import Config
+from megarl.config.schema import Config, SourceConfig
 from megarl.errors import ConfigError
 
 Keys = tuple[str, ...]
@@ -45,7 +45,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """The configuration of a YAML file, with `a.b=value` overrides on top (values are YAML too).
 
     `base:` in a file names one file or a list of files, relative to that file, which it builds on: later ones win over
-    earlier ones and the file wins over its bases. Raises ConfigError with everything that is wrong.
+    earlier ones and the file wins over its bases. A source of another kind inherits nothing. Raises ConfigError with everything
+    that is wrong.
     """
     reading = read(path, overrides)
     if reading.problems or reading.config is None:
@@ -56,11 +57,16 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 def read(path: str | Path, overrides: Sequence[str] = ()) -> Reading:
     """As `load`, but gives the problems back beside what could be read."""
     faults = _Faults()
-    layers = list(_read_file(Path(os.path.expanduser(path)), (), faults))
-    layers += [_read_override(text, faults) for text in overrides]
+    files = list(_read_file(Path(os.path.expanduser(path)), (), faults))
+    commands = [_read_override(text, faults) for text in overrides]
+    layers = files + commands
     merged: dict[str, Any] = {}
-    for layer in layers:
-        _merge(merged, _checked(Config, layer, layer.values, (), faults))
+    command: dict[str, Any] = {}
+    for layer in files:
+        _merge_sources(merged, _checked(Config, layer, layer.values, (), faults))
+    for layer in commands:
+        _merge(command, _checked(Config, layer, layer.values, (), faults))
+    _merge_sources(merged, command)
     broken = any(layer.broken for layer in layers)
     try:
         tree = OmegaConf.merge(OmegaConf.structured(Config), merged)
@@ -280,6 +286,18 @@ def _suggestion(section: type, path: Keys) -> str:
     if elsewhere:
         return f"; did you mean {' or '.join('.'.join(known) for known in elsewhere)}?"
     return f"; known here: {', '.join(get_type_hints(section))}"
+
+
+def _merge_sources(into: dict[str, Any], values: dict[str, Any]) -> None:
+    """`_merge`; but of a source of problems of another kind nothing is kept: a task, or how many to make, is not the file's."""
+    ours, theirs = into.get("data") or {}, values.get("data") or {}
+    for name in ("train", "eval"):
+        old, new = ours.get(name), theirs.get(name)
+        if not isinstance(old, dict) or not isinstance(new, dict) or "kind" not in new:
+            continue
+        if new["kind"] != old.get("kind", SourceConfig().kind):
+            ours[name] = {}
+    _merge(into, values)
 
 
 def _merge(into: dict[str, Any], values: dict[str, Any]) -> None:

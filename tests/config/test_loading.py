@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config import Config, dump, load, problems, read
-from megarl.config.schema import ModelConfig
+from megarl.config.schema import ModelConfig, SourceConfig
 from megarl.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -196,3 +196,21 @@ def test_every_config_of_ours_loads_and_says_its_machine(path: Path, tmp_path: P
     (tmp_path / "c.yaml").write_text(dump(cfg), encoding="utf-8")
     assert load(tmp_path / "c.yaml") == cfg
     assert "base" not in dump(cfg) and all(f"{field.name}:" in dump(cfg) for field in dataclasses.fields(Config))
+
+
+def test_a_source_of_another_kind_inherits_nothing(tmp_path: Path) -> None:
+    """Else a file of one's own could not be put into a recipe: the task that it builds on would stay, and its number of problems."""
+    base = CONFIGS / "recipes/grpo.yaml"
+    assert load(base).data.train.task == "chain_sum"
+    (tmp_path / "own.yaml").write_text(
+        f"base: {base}\ndata:\n  train: {{kind: jsonl, path: a.jsonl}}\n  eval: {{kind: parquet, path: b.parquet, size: 5}}\n"
+    )
+    by_file = load(tmp_path / "own.yaml").data
+    by_command = load(
+        base,
+        ["data.train.path=a.jsonl", "data.train.kind=jsonl", "data.eval={kind: parquet, path: b.parquet, size: 5}"],
+    ).data
+    for data in (by_file, by_command):
+        assert data.train == SourceConfig(kind="jsonl", path="a.jsonl")
+        assert data.eval == SourceConfig(kind="parquet", path="b.parquet", size=5)
+    assert load(base, ["data.train.kind=reasoning_gym", "data.train.size=7"]).data.train.task == "chain_sum"

@@ -21,6 +21,10 @@ LAYOUTS = {
 }
 
 
+# A replay takes a minute: the slow set has all of them.
+EACH = ["tp2 sp", "pp2", pytest.param("dp2", marks=pytest.mark.slow)]
+
+
 class Finished:
     def __init__(self, folder: Path):
         self.folder = folder
@@ -53,7 +57,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return Finished(tmp_path_factory.mktemp("runs"))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", EACH)
 def test_the_run_folder_is_complete(runs: Finished, layout: str) -> None:
     run = runs.of(layout)
     found = {path.name for path in run.run_folder.iterdir()}
@@ -90,7 +94,7 @@ def test_the_run_folder_is_complete(runs: Finished, layout: str) -> None:
         assert row["reward/mean"] == pytest.approx(sum(rewards) / len(rewards))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", EACH)
 def test_a_person_reads_where_everything_lies(runs: Finished, layout: str) -> None:
     run = runs.of(layout)
     assert run.said == [] and "Traceback" not in run.err
@@ -98,7 +102,7 @@ def test_a_person_reads_where_everything_lies(runs: Finished, layout: str) -> No
         assert part in run.out
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", EACH)
 def test_every_step_is_on_policy_and_every_sync_exact(
     runs: Finished, layout: str, record_invariant: Callable[[str, float, float], None]
 ) -> None:
@@ -113,7 +117,7 @@ def test_every_step_is_on_policy_and_every_sync_exact(
             record_invariant(f"{head} sampled log-probs, engine and trainer", row["mismatch/abs_max"], 1e-5)
 
 
-@pytest.mark.parametrize("layout", ["pp2", "dp2"])
+@pytest.mark.parametrize("layout", EACH[1:])
 def test_equal_rollouts_give_equal_loss_and_gradient(
     runs: Finished, layout: str, record_invariant: Callable[[str, float, float], None]
 ) -> None:
@@ -126,7 +130,7 @@ def test_equal_rollouts_give_equal_loss_and_gradient(
     assert second[1]["actor/loss"] == pytest.approx(second[0]["actor/loss"], rel=1e-3)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", EACH)
 def test_the_exported_model_answers_as_the_engine(runs: Finished, layout: str) -> None:
     import transformers
 
@@ -146,7 +150,7 @@ def test_the_exported_model_answers_as_the_engine(runs: Finished, layout: str) -
         assert len(told) == answer["tokens"]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", EACH)
 def test_the_exported_model_has_learned_something(runs: Finished, layout: str) -> None:
     start = load_file(models.resolve("tiny-qwen3") / "model.safetensors")
     end: dict[str, Any] = {}
