@@ -13,7 +13,7 @@ import pickle
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -69,6 +69,14 @@ def run_in_parts(world: int, function: Callable[..., Any], jobs: list[Any], time
         for answer, more in zip(answers, part, strict=True):
             answer += more
     return answers
+
+
+def outcomes(
+    world: int, function: Callable[..., Any], jobs: Mapping[Any, Any], outcome: Callable[[Any, list[Any]], Any]
+) -> dict[Any, Any]:
+    """`run_in_parts` of named jobs: by name, what `outcome` makes of a job and of its answers by rank."""
+    answers = run_in_parts(world, function, list(jobs.values()))
+    return {key: outcome(job, [rank[at] for rank in answers]) for at, (key, job) in enumerate(jobs.items())}
 
 
 def end_ranks() -> None:

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from megarl.splitmix import STEP, mixed, shift_right
+
 BLOCK = 128  # tokens; the first level sums blocks, the second looks into one
 FEW = 256  # tokens; to find so many costs a twentieth of sorting 49,152
 
@@ -87,19 +89,8 @@ def likely(
 
 
 def fractions(seed_B: torch.Tensor, position_B: torch.Tensor) -> torch.Tensor:
-    """A random number of [0, 1) a row, float64 (B): SplitMix64 (Steele, Lea, Flood 2014) of seed and position, both int64."""
-    x = seed_B + (position_B.to(torch.int64) + 1) * _signed(0x9E3779B97F4A7C15)
-    x = (x ^ _shift_right(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shift_right(x, 27)) * _signed(0x94D049BB133111EB)
-    return _shift_right(x ^ _shift_right(x, 31), 11).double() / (1 << 53)
-
-
-def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
-    return (x >> bits) & ((1 << (64 - bits)) - 1)  # torch shifts signed numbers arithmetically
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >> 63 else value
+    """A random number of [0, 1) a row, float64 (B): SplitMix64 of seed and position, both int64."""
+    return shift_right(mixed(seed_B + (position_B.to(torch.int64) + 1) * STEP), 11).double() / (1 << 53)
 
 
 def draw(probs_BV: torch.Tensor, fraction_B: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,8 @@ from collections.abc import Sequence
 
 import torch
 
+from megarl.splitmix import STEP, mixed
+
 _WORD = 8
 _MASK = (1 << 64) - 1
 _BLOCK_WORDS = 1 << 20  # bounds what is copied at a time when a region has to be realigned
@@ -93,17 +95,6 @@ def _weights(stream: int, count: int) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _stream(stream: int, count: int) -> torch.Tensor:
-    """Odd int64 weights: the output function of SplitMix64 (Steele, Lea, Flood 2014) over a counter."""
-    x = torch.arange(count, dtype=torch.int64) + (stream + 1) * 0x51_7C_C1_B7_27_22_0A
-    x = x * _signed(0x9E3779B97F4A7C15)
-    x = (x ^ _shift_right(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shift_right(x, 27)) * _signed(0x94D049BB133111EB)
-    return (x ^ _shift_right(x, 31)) | 1
-
-
-def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
-    return (x >> bits) & ((1 << (64 - bits)) - 1)  # torch shifts signed numbers arithmetically
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >> 63 else value
+    """Odd int64 weights: SplitMix64 of a counter."""
+    counter = torch.arange(count, dtype=torch.int64) + (stream + 1) * 0x51_7C_C1_B7_27_22_0A
+    return mixed(counter * STEP) | 1

@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from megarl.algorithms.policy_losses import get_policy_loss
 
+_vanilla = get_policy_loss("vanilla")
+
 
 def share_of_vowels(text: str, answer: Any, payload: dict) -> float:
     """Random models answer no sum, but no two of their answers have the same letters."""
@@ -25,7 +27,7 @@ def waiting_reward(text: str, answer: Any, payload: dict) -> float:
 
 def waiting_loss(log_probs_BT, old_log_probs_BT, advantages_BT, mask_BT, *, clip_low, clip_high, clip_dual):
     _wait()
-    return get_policy_loss("vanilla")(
+    return _vanilla(
         log_probs_BT,
         old_log_probs_BT,
         advantages_BT,
@@ -41,7 +43,7 @@ def breaking_loss(log_probs_BT, old_log_probs_BT, advantages_BT, mask_BT, *, cli
     if dist.is_initialized() and dist.get_rank() == 1:
         Path(os.environ["MEGARL_TEST_REACHED"]).touch()
         raise ArithmeticError("no luck on this rank")
-    return get_policy_loss("vanilla")(
+    return _vanilla(
         log_probs_BT,
         old_log_probs_BT,
         advantages_BT,

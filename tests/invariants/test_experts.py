@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megarl.models.tiny import make_tiny
-from tests.distributed import free_port, run_in_parts
+from tests.distributed import free_port, outcomes
 from tests.megatron.harness import Layout
 from tests.megatron.layouts import Job, Outcome, outcome, run_jobs, transformers_reference
 
@@ -74,11 +74,7 @@ class Jobs:
             if layout.world == world and is_short(f, n) == short
         ]
         jobs = [Job(LAYOUTS[n], str(self.model(f)), str(self.reference(f)), free_port()) for f, n in wanted]
-        answers = run_in_parts(world, run_jobs, jobs)
-        return {
-            key: outcome(job, [rank[at] for rank in answers])
-            for at, (key, job) in enumerate(zip(wanted, jobs, strict=True))
-        }
+        return outcomes(world, run_jobs, dict(zip(wanted, jobs, strict=True)), outcome)
 
 
 def is_short(family: str, name: str) -> bool:

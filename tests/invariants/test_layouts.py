@@ -16,7 +16,7 @@ import torch
 
 from megarl.megatron.precision import RECIPES
 from megarl.models.tiny import make_tiny
-from tests.distributed import free_port, run_in_parts
+from tests.distributed import free_port, outcomes
 from tests.megatron.harness import Layout
 from tests.megatron.layouts import (
     OTHERS,
@@ -127,11 +127,7 @@ class Jobs:
             Job(LAYOUTS[n], str(self.model(f)), str(self.reference(f)), free_port(), dtype, others(f, n, dtype), recipe)
             for f, n, dtype, recipe in wanted
         ]
-        answers = run_in_parts(world, run_jobs, jobs)
-        return {
-            case: outcome(job, [rank[at] for rank in answers])
-            for at, (case, job) in enumerate(zip(wanted, jobs, strict=True))
-        }
+        return outcomes(world, run_jobs, dict(zip(wanted, jobs, strict=True)), outcome)
 
     def get(self, case: Case) -> Outcome:
         return self.of(LAYOUTS[case[1]].world, is_short(case))[case]
@@ -215,6 +211,12 @@ def test_coarser_numbers_are_as_near_as_those_of_transformers(
     record_invariant(f"{head} gradient norm, relative {goal}", result.grad_norm, factor * scale)
     if recipe is None:
         record_invariant(f"{head} worst of all weights after a step, relative", result.worst_weight, 0.02)
+    if (
+        recipe is None and family == "qwen3"
+    ):  # no more than rounding to 8 bits explains, whatever transformers' own does
+        assert result.log_probs < 0.3 and result.entropy < 0.1
+        assert result.grad_norm < 0.05 and result.loss < 0.1
+        assert result.worst_gradient < 0.3
 
 
 @pytest.mark.parametrize("family", FAMILIES)

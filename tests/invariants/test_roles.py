@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megarl.models.heads import make_tiny_reward
-from tests.distributed import free_port, run_in_parts
+from tests.distributed import free_port, outcomes
 from tests.megatron.harness import Layout
 from tests.megatron.valued_jobs import Job, Outcome, outcome, run_jobs, transformers_reference
 
@@ -89,11 +89,7 @@ class Jobs:
             Job(ROLES[r][0], CASES[f, r, n], str(self.model(f, ROLES[r][1])), str(self.reference(f, r)), free_port())
             for f, r, n in wanted
         ]
-        answers = run_in_parts(world, run_jobs, jobs)
-        return {
-            case: outcome(job, [rank[at] for rank in answers])
-            for at, (case, job) in enumerate(zip(wanted, jobs, strict=True))
-        }
+        return outcomes(world, run_jobs, dict(zip(wanted, jobs, strict=True)), outcome)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megarl.models.tiny import make_tiny
-from tests.distributed import free_port, run_in_parts
+from tests.distributed import free_port, outcomes
 from tests.megatron.harness import Layout
 from tests.megatron.layouts import OTHERS, Job, Outcome, outcome, run_jobs, transformers_reference
 
@@ -85,11 +85,7 @@ class Jobs:
             )
             for case in wanted
         ]
-        answers = run_in_parts(world, run_jobs, jobs)
-        return {
-            case: outcome(job, [rank[at] for rank in answers])
-            for at, (case, job) in enumerate(zip(wanted, jobs, strict=True))
-        }
+        return outcomes(world, run_jobs, dict(zip(wanted, jobs, strict=True)), outcome)
 
 
 @pytest.fixture(scope="module")

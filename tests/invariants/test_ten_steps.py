@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megarl.models.tiny import make_tiny
-from tests.distributed import free_port, run_in_parts
+from tests.distributed import free_port, outcomes
 from tests.megatron.harness import Layout
 from tests.megatron.layouts import Job
 from tests.megatron.ten_steps import Outcome, outcome, reference, run_jobs
@@ -65,11 +65,7 @@ class Jobs:
     def of(self, world: int, short: bool) -> dict[tuple[str, str], Outcome]:
         wanted = [case for case, layout in CASES.items() if layout.world == world and (case in SHORT) == short]
         jobs = [Job(CASES[case], *self.files(case[0]), free_port()) for case in wanted]
-        answers = run_in_parts(world, run_jobs, jobs)
-        return {
-            case: outcome(job, [rank[at] for rank in answers])
-            for at, (case, job) in enumerate(zip(wanted, jobs, strict=True))
-        }
+        return outcomes(world, run_jobs, dict(zip(wanted, jobs, strict=True)), outcome)
 
 
 @pytest.fixture(scope="module")
