@@ -356,7 +356,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="a regular expression on: DTYPE peers, DTYPE layouts")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--micro-batch-tokens", type=int, default=1024)
+    parser.add_argument("--micro-batch-tokens", type=int, default=2048)  # as configs/base/laptop.yaml
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", type=Path)
     for name, kind in (("serve", str), ("layout", str), ("folder", Path), ("dtype", str), ("port", int)):

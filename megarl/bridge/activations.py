@@ -4,13 +4,13 @@ Shape arithmetic, no Megatron. Per token of a layer, in bytes, with s bytes a nu
 key projections, v of the values; tensor parallelism divides what is cut by heads or columns, sequence parallelism what stands
 between (the norms and the products' inputs), context parallelism the tokens:
 
-    two norms                  2 (8h + 4) + 2 s h     float32: input and normalised input; in s: the output
-    core attention             s (q + k + v)          and of every pair of tokens that see each other 4 a head, in bfloat16 6
+    two norms                  2 (s h + 4) + 2 s h    input and output
+    core attention             s (q + k + v)          and of every pair of tokens that see each other s a head
     output projection, MLP     s v + 5 s f            f: gate and up, silu, up, their product
     experts                    s h + 6 s f            for each expert that a token goes to
 
-These are torch's own modules on a CPU (`megarl/cpu/layers.py`). Transformer Engine's keep no pairs, and of a norm no float32: with
-`local=False` that is left out, an estimate that nobody has compared with a GPU yet. Nor do torch's keep pairs of sequences so long
+These are the local modules (`megarl/cpu/layers.py`). Transformer Engine's keep no pairs: with
+`local=False` that is left out, an estimate that nobody has compared with a GPU yet. Nor do the local ones keep pairs of sequences so long
 that their scores are not made at once (2²⁴ a bucket of the attention's plan): there the estimate is an upper bound.
 
 The pipeline's first stage keeps the most micro-batches: as many as there are stages (1F1B), interleaved a little more.
@@ -127,13 +127,16 @@ class Estimate:
         chunk: int = 1024,
         learns: bool = True,
         local: bool = True,
+        exact_kl: str | None = None,
     ):
-        """`chunk`: response tokens whose logits exist at one time. `learns` False: nothing is kept for a backward pass."""
+        """`chunk`: response tokens whose logits exist at one time. `learns` False: nothing is kept for a backward pass.
+        `exact_kl`: "full" or "top_k", where the loss has the exact KL to a reference, whose hidden size is taken for this one's."""
         self.dims: Dims = model.dims
         facts = model.transformer_config()
         self.experts_a_token = int(facts.get("moe_router_topk", 0))
         self.norms_queries = bool(facts["qk_layernorm"]) and not model.is_latent
         self.layout, self.recompute, self.chunk, self.learns, self.local = layout, recompute, chunk, learns, local
+        self.exact_kl = exact_kl
         self.size = BYTES[dtype]
 
     def __call__(self, micro: MicroBatch, *, micro_batches: int = 1, rank: int | None = None) -> Memory:
@@ -187,7 +190,7 @@ class Estimate:
 
     def _norm(self, width: int) -> float:
         """Bytes a row of a norm, its output left out."""
-        return 8 * width + 4 if self.local else self.size * width + 4
+        return self.size * width + 4
 
     def _kept(self, layer: int, micro: MicroBatch) -> float:
         """Bytes of a layer that wait for the backward pass."""
@@ -243,7 +246,7 @@ class Estimate:
         if self.local:
             # Of its two chunks of a sequence a rank sees, of 2c, one as far as the other does not (zig-zag): 2c + 1 together.
             pairs = micro.pairs if c == 1 else micro.pairs * (2 * c + 1) / (4 * c * c)
-            kept += pairs * d.heads / t * (4 if self.size == 4 else 6)
+            kept += pairs * d.heads / t * self.size
         return kept
 
     def _core_inputs(self, micro: MicroBatch) -> float:
@@ -272,13 +275,19 @@ class Estimate:
         d, s, t = self.dims, self.size, self.layout.tensor
         if d.labels:
             return 0
-        rows = min(self.chunk, micro.responses)
         vocabulary = -(-d.vocab // t)
-        logits = rows * vocabulary
-        block = max(vocabulary, min(logits, _BLOCK)) if self.local else logits
         if not self.learns:
-            return logits * s + 2 * 4 * block
-        weight = vocabulary * d.hidden
-        product = min(vocabulary, _WEIGHT_ROWS) * d.hidden * s
-        passing = max(3 * 4 * block, product) + logits * s
-        return 4 * weight + micro.responses * d.hidden * s + max(passing, logits * s + (s * weight if s < 4 else 0))
+            logits = min(self.chunk, micro.responses) * vocabulary
+            return logits * s + 2 * 4 * self._block(logits, vocabulary)
+        # A block of the vocabulary at a time, for so many tokens that there are as many logits as in a chunk.
+        columns = min(vocabulary, _WEIGHT_ROWS)
+        logits = min(self.chunk * vocabulary // columns, micro.responses) * columns
+        products = (1 + (self.exact_kl == "full")) * logits * s
+        elementwise = (3 + (self.exact_kl is not None)) * 4 * self._block(logits, columns)
+        gradients = vocabulary * d.hidden * s + micro.responses * d.hidden * 4 + columns * d.hidden * 4
+        reference = micro.responses * d.hidden * s if self.exact_kl == "full" else 0
+        return gradients + reference + products + max(elementwise, columns * d.hidden * s)
+
+    def _block(self, logits: int, row: int) -> int:
+        """Elements that are worked on in float32 at a time."""
+        return max(row, min(logits, _BLOCK)) if self.local else logits

@@ -111,6 +111,11 @@ class AlgorithmConfig:
         """Whether the recipe compares the policy with a reference model."""
         return self.kl_coefficient > 0 or self.shaping.kl_coefficient > 0
 
+    @property
+    def exact_kl(self) -> str | None:
+        """`full` or `top_k` where the loss has a KL that is not estimated from the sampled tokens."""
+        return self.kl_estimator if self.kl_coefficient > 0 and self.kl_estimator in ("full", "top_k") else None
+
 
 @dataclass
 class ParallelConfig:

@@ -413,6 +413,7 @@ def memory(cfg: Config, model: ModelMap, gpu: int | None) -> Iterator[str]:
         recompute=actor.recompute,
         chunk=actor.logits_chunk_tokens,
         local=False,
+        exact_kl=cfg.algorithm.exact_kl,
     )
     longest = max(1, min(actor.micro_batch_tokens, cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens))
     micro = MicroBatch.of([longest] * (actor.micro_batch_tokens // longest))

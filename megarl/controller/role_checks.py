@@ -79,7 +79,7 @@ class _Look:
     def compared(self) -> None:
         """What keeps distributions over the vocabulary from being compared with the reference's."""
         a, own = self.cfg.algorithm, self.model.dims.vocab
-        if a.kl_coefficient == 0 or a.kl_estimator not in ("full", "top_k") or self.opened is None:
+        if a.exact_kl is None or self.opened is None:
             return
         if self.opened.dims.vocab != own:
             self.problems.append(

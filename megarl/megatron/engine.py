@@ -293,9 +293,11 @@ class MegatronEngine:
                 raise
             told = str(error).splitlines()[:1]
         # Raised here, where what the failed pass held is let go: a sentence needs memory too.
-        raise RunError(self._shortage([row for _, row in packed], not forward_only, free)) from MemoryError(*told)
+        exact_kl = next((kind for kind, fields in EXACT_KL.items() if fields[0] in batch.names), None)
+        said = self._shortage([row for _, row in packed], not forward_only, free, exact_kl)
+        raise RunError(said) from MemoryError(*told)
 
-    def _shortage(self, rows: list[Packed], learns: bool, free: int) -> str:
+    def _shortage(self, rows: list[Packed], learns: bool, free: int, exact_kl: str | None) -> str:
         place, settings = self.place, self.settings
         layout = Layout(
             place.tensor_size,
@@ -314,6 +316,7 @@ class MegatronEngine:
             chunk=settings.logits_chunk_tokens,
             learns=learns,
             local=not uses_transformer_engine(),
+            exact_kl=exact_kl,
         )
         return sentence("an update" if learns else "a forward pass", rows, layout, estimates_of(estimate), free)
 

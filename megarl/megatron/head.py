@@ -108,50 +108,64 @@ class _Head(torch.autograd.Function):
                 top_log_probs[rows] = top_log_probs[rows].div_(t).sub_(top[:, None]).sub_(log_sum[:, None])
             if log_rest is not None:
                 log_rest[rows] = sums[5].log() - log_sum
+            del raw, ref_raw  # before there are others
         ctx.save_for_backward(hidden, weight, targets, log_z, entropy, ref_hidden, ref_weight, ref_log_z, kl, log_rest)
-        ctx.rest = options
+        ctx.options = options
         fixed = (sum_p2, ids, top_log_probs, log_rest if many == 1 else None)
         ctx.mark_non_differentiable(*(x for x in fixed if x is not None))
         return log_probs, entropy, kl, sum_p2, ids, top_log_probs, log_rest
 
     @staticmethod
     def backward(ctx, grad_log_probs, grad_entropy, grad_kl, _p2, _ids, _top, grad_rest):
-        hidden, weight, targets, log_z, entropy, ref_hidden, ref_weight, ref_log_z, kl, log_rest = ctx.saved_tensors
-        split, t, chunk, *_ = ctx.rest
-        grad_hidden = torch.empty_like(hidden)
-        # Chunks are summed in float32: many small bfloat16 addends would be lost.
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        with_entropy = bool(grad_entropy.count_nonzero())
-        with_kl = kl is not None and bool(grad_kl.count_nonzero())
-        with_rest = targets.shape[1] > 1 and bool(grad_rest.count_nonzero())
-        for rows in _slices(len(hidden), chunk):
-            raw = hidden[rows] @ weight.t()
-            ref_raw = ref_hidden[rows] @ ref_weight.t() if with_kl else None
-            own, here = split.own(targets[rows])
-            g, g_entropy = grad_log_probs[rows], grad_entropy[rows, None]
-            raw[:, split.real :] = 0  # no gradient reaches the padding of the vocabulary
-            for part in _blocks(raw[:, : split.real]):
-                log_p = raw[part, : split.real].float().div_(t).sub_(log_z[rows][part, None])
-                p = log_p.exp()
-                grad = p * -g[part].sum(dim=1, keepdim=True)
-                if ref_raw is not None:
-                    log_q = ref_raw[part, : split.real].float().div_(t).sub_(ref_log_z[rows][part, None])
-                    gap = log_q.neg_().add_(log_p).sub_(kl[rows][part, None])
-                    grad += gap.mul_(p).mul_(grad_kl[rows][part, None])
-                if with_rest:
-                    # No other token has more than the rest together: at most 1, and the chosen ones' exp cannot overflow.
-                    part_of = (log_p - log_rest[rows][part, None]).clamp_(max=0.0).exp_()
-                    gone = part_of.gather(1, own[part, 1:]) * here[part, 1:]
-                    part_of.scatter_add_(1, own[part, 1:], -gone).sub_(p)
-                    grad += part_of.mul_(grad_rest[rows][part, None])
-                if with_entropy:
-                    grad -= log_p.add_(entropy[rows][part, None]).mul_(p).mul_(g_entropy[part])
-                grad.scatter_add_(1, own[part], g[part] * here[part])
-                raw[part, : split.real] = grad.div_(t)
-            grad_hidden[rows] = raw @ weight
-            for part in _slices(len(weight), _WEIGHT_ROWS):  # of all rows at once it would be a second (V, H) tensor
-                grad_weight[part] += raw[:, part].t() @ hidden[rows]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
+        hidden, weight, *_ = ctx.saved_tensors
+        options: _Options = ctx.options
+        # Over the vocabulary outside and over tokens inside: the gradient of a block of the weight is then finished at once, and
+        # what is summed in float32 (many small bfloat16 addends would be lost) is a block of it and (N, H), never (V, H).
+        grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
+        grad_weight = torch.empty_like(weight)
+        grads = (grad_log_probs, grad_entropy, grad_kl, grad_rest)
+        wanted = tuple(g is not None and bool(g.count_nonzero()) for g in grads)
+        for columns in _slices(len(weight), _WEIGHT_ROWS):
+            grad_block = torch.zeros_like(weight[columns], dtype=torch.float32)
+            # As many logits at a time as a chunk has in the forward pass.
+            for rows in _slices(len(hidden), max(1, options.chunk * len(weight) // len(grad_block))):
+                raw = _logit_gradients(ctx.saved_tensors, options, rows, columns, grads, wanted)
+                grad_hidden[rows] += raw @ weight[columns]
+                grad_block += raw.t() @ hidden[rows]
+                del raw  # before there are others
+            grad_weight[columns] = grad_block
+        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None
+
+
+def _logit_gradients(saved, options: _Options, rows: slice, columns: slice, grads, wanted) -> torch.Tensor:
+    """(rows, columns) the gradient of these tokens' logits of this part of the vocabulary, before the temperature."""
+    hidden, weight, targets, log_z, entropy, ref_hidden, ref_weight, ref_log_z, kl, log_rest = saved
+    _, with_entropy, with_kl, with_rest = wanted
+    split, t = options.split.within(columns), options.temperature
+    raw = hidden[rows] @ weight[columns].t()
+    ref_raw = ref_hidden[rows] @ ref_weight[columns].t() if with_kl else None
+    own, here = split.own(targets[rows])
+    g, g_entropy, g_kl, g_rest = (None if x is None else x[rows] for x in grads)
+    raw[:, split.real :] = 0  # no gradient reaches the padding of the vocabulary
+    for part in _blocks(raw[:, : split.real]):
+        log_p = raw[part, : split.real].float().div_(t).sub_(log_z[rows][part, None])
+        p = log_p.exp()
+        grad = p * -g[part].sum(dim=1, keepdim=True)
+        if ref_raw is not None:
+            log_q = ref_raw[part, : split.real].float().div_(t).sub_(ref_log_z[rows][part, None])
+            gap = log_q.neg_().add_(log_p).sub_(kl[rows][part, None])
+            grad += gap.mul_(p).mul_(g_kl[part, None])
+        if with_rest:
+            # No other token has more than the rest together: at most 1, and the chosen ones' exp cannot overflow.
+            part_of = (log_p - log_rest[rows][part, None]).clamp_(max=0.0).exp_()
+            gone = part_of.gather(1, own[part, 1:]) * here[part, 1:]
+            part_of.scatter_add_(1, own[part, 1:], -gone).sub_(p)
+            grad += part_of.mul_(g_rest[part, None])
+        if with_entropy:
+            grad -= log_p.add_(entropy[rows][part, None]).mul_(p).mul_(g_entropy[part, None])
+        grad.scatter_add_(1, own[part], g[part] * here[part])
+        raw[part, : split.real] = grad.div_(t)
+    return raw
 
 
 def _top(raw: torch.Tensor, split: _Split, temperature: float) -> torch.Tensor:
@@ -185,6 +199,12 @@ class _Split(NamedTuple):
     first: int
     real: int
     group: dist.ProcessGroup | None
+
+    def within(self, columns: slice) -> _Split:
+        """A part of this part."""
+        return _Split(
+            self.first + columns.start, min(max(self.real - columns.start, 0), columns.stop - columns.start), self.group
+        )
 
     def own(self, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(column in this rank's part, clamped; whether the target is in it)."""

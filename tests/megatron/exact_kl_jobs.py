@@ -44,11 +44,14 @@ class Job:
     other: str
     want: str | None
     port: int
+    dtype: str = "float32"
 
 
-def transformers_reference(folder: Path, other: Path, kind: str, file: Path) -> None:
-    """Loss and gradients, the KL from both models' whole logits in float64."""
-    model, reference = (load_transformers("CausalLM", f) for f in (folder, other))
+def transformers_reference(
+    folder: Path, other: Path, kind: str, file: Path, dtype: torch.dtype = torch.float32, old: Path | None = None
+) -> None:
+    """Loss and gradients, the KL from both models' whole logits in float64. `old`: such a file whose rollouts are taken."""
+    model, reference = (load_transformers("CausalLM", f, dtype) for f in (folder, other))
     batch = random_batch(model.config.vocab_size)
     parts = zip(batch["tokens"].split(batch.total_lengths.tolist()), batch.prompt_lengths.tolist(), strict=True)
     log_probs, entropy, kl = [], [], []
@@ -67,7 +70,7 @@ def transformers_reference(folder: Path, other: Path, kind: str, file: Path) -> 
                 for x in (log_p, log_q.detach())
             )
         kl.append((log_p.exp() * (log_p - log_q.detach())).sum(-1).float())
-    batch = with_rollouts(batch, torch.cat(log_probs))
+    batch = torch.load(old, weights_only=False)["batch"] if old else with_rollouts(batch, torch.cat(log_probs))
     mask = batch.response_mask
     padded = [torch.zeros(mask.shape).masked_scatter(mask, torch.cat(x)) for x in (log_probs, entropy, kl)]
     data = {name: batch.padded(name) for name in ("advantages", "old_log_probs", "loss_mask")} | {"exact_kl": padded[2]}
@@ -90,7 +93,7 @@ def _one(place: Any, job: Job) -> dict[str, Any]:
     from megarl.megatron.engine import MegatronEngine
     from megarl.roles.hosted import Hosted
 
-    settings = engine_settings(job.layout)
+    settings = engine_settings(job.layout, job.dtype)
     actor = MegatronEngine(Path(job.folder), place, settings, optimizer=optimizer_config(job.layout), total_updates=10)
     reference = MegatronEngine(Path(job.other), place, settings)
     want = torch.load(job.want, weights_only=False) if job.want else None

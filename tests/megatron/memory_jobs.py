@@ -9,12 +9,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megarl import models
 from megarl.algorithms import Objective, denominators
 from megarl.batch import Batch, Level, Sample
 from megarl.bridge.activations import Estimate, Layout, MicroBatch
+from megarl.bridge.model_map import ModelMap
 from megarl.config.schema import OptimizerConfig
+from tests.megatron.harness import before_update
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,51 @@ class _Held:
     def __del__(self):
         if self.counts:
             self.kept.let_go(self.tensor.untyped_storage())
+
+
+class Peak(TorchDispatchMode):
+    """Bytes of the tensors that operations made and that are there at one time, at most, what was there before left out."""
+
+    def __init__(self, *known: torch.Tensor):
+        super().__init__()
+        self.known = {t.untyped_storage().data_ptr() for t in known}
+        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.alive = {at: (ref, size) for at, (ref, size) in self.alive.items() if not ref.expired()}
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in self.known:
+                    self.alive[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())
+        self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
+        return out
+
+
+def head_peak(model: ModelMap, dtype: torch.dtype, responses: int, chunk: int, exact_kl: str | None) -> int:
+    """Bytes at most in a backward pass of the head, what the forward pass gave for it left out but for a reference's states."""
+    from megarl.megatron.head import divergences
+
+    vocabulary, width = model.dims.vocab, model.dims.hidden
+    g = torch.Generator().manual_seed(0)
+    hidden, states = (torch.randn(responses, width, generator=g).to(dtype) for _ in range(2))
+    weight, other = (torch.randn(vocabulary, width, generator=g).mul_(0.1).to(dtype) for _ in range(2))
+    targets = torch.randint(0, vocabulary, (responses,), generator=g)
+    options = {"vocabulary": vocabulary, "chunk": chunk}
+    compared = {
+        None: lambda: {},
+        "full": lambda: {"reference": (states, other)},
+        "top_k": lambda: {"at": divergences(states, other, targets, top_k=4, **options).top_ids},
+    }[exact_kl]()
+    done = divergences(hidden.requires_grad_(), weight.requires_grad_(), targets, **compared, **options)
+    loss = done.scores.log_probs.sum() + 0.1 * done.scores.entropy.sum()
+    if exact_kl:
+        loss = loss + (done.kl if exact_kl == "full" else done.at_log_probs.sum(dim=1) + done.log_rest).sum()
+    with Peak(hidden, weight, states, other) as peak:
+        loss.backward()
+    return peak.peak + (states.nbytes if exact_kl == "full" else 0)
 
 
 def equal_samples(case: Case) -> Batch:
@@ -145,12 +195,9 @@ def starved(rank: int, world: int, port: int, megabytes: int, recompute: str, re
     totals = denominators(batch.padded("loss_mask"))
     engine(8 * 60, "none").train(batch.rows(0, 1), Objective(), totals)  # threads and libraries take their memory
     one = engine(1 << 20, recompute)
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    status = Path("/proc/self/status").read_text().splitlines()
-    size = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmSize:"))
-    resource.setrlimit(resource.RLIMIT_AS, (size + (megabytes << 20), hard))
-    assert room() <= megabytes << 20
     told: list[str] = []
+    hard = allow(megabytes)
+    assert room() <= megabytes << 20
     try:
         while len(told) < 4:
             try:
@@ -164,3 +211,37 @@ def starved(rank: int, world: int, port: int, megabytes: int, recompute: str, re
         return told, 0.0
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+
+
+def allow(megabytes: int) -> int:
+    """From now on this process may take so much more memory and no more. Answers the limit to put back."""
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    status = Path("/proc/self/status").read_text().splitlines()
+    size = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmSize:"))
+    resource.setrlimit(resource.RLIMIT_AS, (size + (megabytes << 20), hard))
+    return hard
+
+
+def without_states(rank: int, world: int, port: int, folder: str) -> tuple[str, float]:
+    """What an update says for whose optimizer states there is no room, and the largest change of a weight."""
+    from megarl.errors import RunError
+    from megarl.megatron import parallel
+    from megarl.megatron.engine import EngineSettings, MegatronEngine
+
+    place = parallel.start(rank, world, "127.0.0.1", port, tensor=1, pipeline=1, seed=1)
+    engine = MegatronEngine(Path(folder), place, EngineSettings("float32"), optimizer=OptimizerConfig())
+    before = {p.name: t.detach().clone() for p, t in engine.parameters()}
+    limits: list[int] = []
+    before_update(engine, lambda: limits.append(allow(8)))
+    batch = equal_samples(Case("", prompt=4, response=6, samples=2))
+    try:
+        engine.train(batch, Objective(), denominators(batch.padded("loss_mask")))
+        told = ""
+    except RunError as error:
+        told = str(error)
+    finally:
+        for hard in limits:
+            resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+    changed = max(float((t.detach() - before[p.name]).abs().max()) for p, t in engine.parameters())
+    parallel.stop()
+    return told, changed

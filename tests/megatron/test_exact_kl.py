@@ -20,13 +20,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_tiny("qwen3", folder / "other", seed=2)
     for kind in KINDS:
         transformers_reference(folder / "policy", folder / "other", kind, folder / kind)
+        coarse = folder / f"{kind} bfloat16"
+        transformers_reference(folder / "policy", folder / "other", kind, coarse, torch.bfloat16, folder / kind)
     return folder
 
 
-def job(folders: Path, layout: Layout, kind: str, *, same: bool = False) -> Job:
+def job(folders: Path, layout: Layout, kind: str, *, same: bool = False, dtype: str = "float32") -> Job:
     policy = str(folders / "policy")
     other, want = (policy, None) if same else (str(folders / "other"), str(folders / kind))
-    return Job(layout, kind, policy, other, want, free_port())
+    return Job(layout, kind, policy, other, want, free_port(), dtype)
 
 
 def check(folders: Path, layout: Layout) -> None:
@@ -56,11 +58,34 @@ def test_gradients_are_those_of_whole_logits(folders: Path) -> None:
         Layout(context=2, micro_batch_tokens=40),
         Layout(data=2, lopsided=True),
         Layout(tensor=2, pipeline=2),
+        Layout(pipeline=2, virtual=2, micro_batch_tokens=40),
     ],
-    ids=["tp2", "pp2", "cp2", "dp2", "tp2 pp2"],
+    ids=["tp2", "pp2", "cp2", "dp2", "tp2 pp2", "pp2 vpp2"],
 )
 def test_on_other_layouts(folders: Path, layout: Layout) -> None:
     check(folders, layout)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(chunk=7), pytest.param(Layout(tensor=2, sequence=True), marks=pytest.mark.slow)],
+    ids=["one", "tp2"],
+)
+def test_in_bfloat16_it_is_as_near_as_transformers(folders: Path, layout: Layout) -> None:
+    """Twice as far from float32 as transformers' own bfloat16 at most: the loss's KL, and the worst of all gradients."""
+    jobs = [job(folders, layout, kind, dtype="bfloat16") for kind in KINDS]
+    answers = run_ranks(layout.world, run_jobs, jobs)
+    for at, kind in enumerate(KINDS):
+        ranks = [answer[at] for answer in answers]
+        want, coarse = (torch.load(folders / name, weights_only=False) for name in (kind, f"{kind} bfloat16"))
+        distances, _ = merge_elements([r["gradients"] for r in ranks])
+        theirs = {
+            n: float((coarse["gradients"][n] - g).abs().max() / g.abs().max()) for n, g in want["gradients"].items()
+        }
+        assert 1e-4 < max(distances.values()) < 2 * max(theirs.values()), (kind, distances, theirs)
+        kl = sum(r["sums"].get("sum/kl", 0.0) for r in ranks if r["primary"])
+        # One number, whose error may be near 0 by luck: beside that of what it is made of.
+        assert abs(kl / want["kl"] - 1) < 2 * max(abs(coarse["kl"] / want["kl"] - 1), max(theirs.values())), kind
 
 
 def test_a_model_learns_nothing_from_itself(folders: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -52,11 +53,11 @@ def assert_close(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
 @pytest.mark.parametrize("chunk", [1, 7, N, 1000])
-def test_against_autograd(chunk: int, temperature: float) -> None:
+def test_against_autograd(chunk: int, temperature: float, weight_rows: int) -> None:
     assert_close(by_head(chunk, temperature), by_autograd(temperature))
 
 
-def test_padding_of_the_vocabulary_counts_for_nothing() -> None:
+def test_padding_of_the_vocabulary_counts_for_nothing(weight_rows: int) -> None:
     got = by_head(5, 0.8, pad=6)
     assert not got[3][V:].any()
     assert_close([*got[:3], got[3][:V]], by_autograd(0.8))
@@ -120,7 +121,7 @@ def test_bfloat16_weights_give_float32_scores() -> None:
 
 
 def _on_two_ranks(rank: int, world: int, port: int) -> list[Any]:
-    from megarl.megatron.head import token_scores
+    from megarl.megatron import head
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
@@ -131,10 +132,11 @@ def _on_two_ranks(rank: int, world: int, port: int) -> list[Any]:
     own[: len(rows)] = rows
     hidden.requires_grad_()
     own.requires_grad_()
-    scores = token_scores(
+    scores = head.token_scores(
         hidden, own, targets, vocabulary=V, temperature=0.7, chunk=6, group=dist.group.WORLD, sum_p2=True
     )
-    (a @ scores.log_probs + b @ scores.entropy).backward()
+    with patch.object(head, "_WEIGHT_ROWS", 8):
+        (a @ scores.log_probs + b @ scores.entropy).backward()
     dist.destroy_process_group()
     return [scores.log_probs.detach(), scores.entropy.detach(), hidden.grad, own.grad, scores.sum_p2]
 

@@ -70,7 +70,7 @@ def by_head(kind: str, temperature: float, chunk: int, rank: int = 0, world: int
 
 @pytest.mark.parametrize("kind", ["full", "top_k"])
 @pytest.mark.parametrize(("temperature", "chunk"), [(1.0, 7), (0.6, N), (1.7, 1)])
-def test_against_materialised_logits(kind: str, temperature: float, chunk: int) -> None:
+def test_against_materialised_logits(kind: str, temperature: float, chunk: int, weight_rows: int) -> None:
     got = by_head(kind, temperature, chunk)
     assert not got[2][V:].any()
     assert_close([*got[:2], got[2][:V]], by_autograd(kind, temperature))

@@ -5,16 +5,20 @@ from __future__ import annotations
 
 import math
 from itertools import product
+from pathlib import Path
 
 import pytest
+import torch
 
 from megarl import models
 from megarl.bridge.activations import Estimate, Layout, MicroBatch
+from megarl.bridge.hf_config import read_config
 from megarl.bridge.model_map import ModelMap
 from megarl.config import Config
 from megarl.controller.preflight import memory
+from megarl.models.tiny import make_tiny
 from tests.distributed import run_ranks
-from tests.megatron.memory_jobs import Case, compared, starved
+from tests.megatron.memory_jobs import Case, compared, head_peak, starved, without_states
 
 BOUND = 0.15
 MODELS = ("llama", "qwen2", "qwen3", "qwen3-moe", "mixtral", "deepseek", "deepseek-v2")
@@ -26,6 +30,7 @@ TWO_RANKS = {
     "uneven pipeline": ("qwen3", Layout(pipeline=2, stage_layers=(1, 3))),
     "interleaved": ("llama", Layout(pipeline=2, virtual=2)),
     "context": ("llama", Layout(context=2)),
+    "latent pipeline": ("deepseek", Layout(pipeline=2)),
 }
 
 
@@ -41,6 +46,19 @@ def check(world: int, cases: list[Case]) -> None:
 
 def test_one_rank() -> None:
     check(1, [Case("tiny-llama"), Case("tiny-qwen3", dtype="bfloat16", recompute="full")])
+
+
+@pytest.mark.parametrize("exact_kl", [None, "full", "top_k"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_head(dtype: str, exact_kl: str | None) -> None:
+    """A vocabulary of more than one block, with logits that are worked on in several."""
+    config = read_config(models.resolve("tiny-llama")) | {"vocab_size": 20_011, "hidden_size": 120}
+    model = ModelMap.from_hf(config)
+    for responses, chunk in ((300, 96), (900, 200)):
+        measured = head_peak(model, getattr(torch, dtype), responses, chunk, exact_kl)
+        estimate = Estimate(model, Layout(), dtype=dtype, chunk=chunk, exact_kl=exact_kl)
+        estimated = estimate(MicroBatch.of([responses], responses)).head
+        assert abs(estimated / measured - 1) <= BOUND, (responses, measured, estimated / measured)
 
 
 @pytest.mark.slow
@@ -68,6 +86,15 @@ def test_a_failed_allocation_names_a_setting_that_fits() -> None:
 def test_nothing_fits() -> None:
     ((told, _),) = run_ranks(1, starved, 20, "none", 2000)
     assert "not even its longest sequence" in told[-1], told
+
+
+@pytest.mark.slow
+def test_states_of_the_optimizer_that_do_not_fit(tmp_path: Path) -> None:
+    """A vocabulary whose weight's two states are 200 MB, where 8 MB may still be taken."""
+    make_tiny("qwen2", tmp_path / "wide", vocab_size=500_009)
+    ((told, changed),) = run_ranks(1, without_states, str(tmp_path / "wide"))
+    assert told.startswith("out of memory in the optimizer: its states do not fit beside the model"), told
+    assert changed == 0.0
 
 
 def estimate(**options) -> Estimate:
