@@ -9,9 +9,9 @@ between (the norms and the products' inputs), context parallelism the tokens:
     output projection, MLP     s v + 5 s f            f: gate and up, silu, up, their product
     experts                    s h + 6 s f            for each expert that a token goes to
 
-These are the local modules (`megarl/cpu/layers.py`). Transformer Engine's keep no pairs: with
-`local=False` that is left out, an estimate that nobody has compared with a GPU yet. Nor do the local ones keep pairs of sequences so long
-that their scores are not made at once (2²⁴ a bucket of the attention's plan): there the estimate is an upper bound.
+These are the local modules (`megarl/cpu/layers.py`). Transformer Engine's keep no pairs: with `local=False` that is left out, an
+estimate that nobody has compared with a GPU yet. Nor do the local ones keep pairs of sequences so long that their scores are not
+made at once (2²⁴ a bucket of the attention's plan): there the estimate is an upper bound.
 
 The pipeline's first stage keeps the most micro-batches: as many as there are stages (1F1B), interleaved a little more.
 """

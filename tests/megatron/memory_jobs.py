@@ -7,6 +7,7 @@ import resource
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -101,11 +102,11 @@ def head_peak(model: ModelMap, dtype: torch.dtype, responses: int, chunk: int, e
     weight, other = (torch.randn(vocabulary, width, generator=g).mul_(0.1).to(dtype) for _ in range(2))
     targets = torch.randint(0, vocabulary, (responses,), generator=g)
     options = {"vocabulary": vocabulary, "chunk": chunk}
-    compared = {
-        None: lambda: {},
-        "full": lambda: {"reference": (states, other)},
-        "top_k": lambda: {"at": divergences(states, other, targets, top_k=4, **options).top_ids},
-    }[exact_kl]()
+    compared: dict[str, Any] = {}
+    if exact_kl == "full":
+        compared["reference"] = (states, other)
+    elif exact_kl == "top_k":
+        compared["at"] = divergences(states, other, targets, top_k=4, **options).top_ids
     done = divergences(hidden.requires_grad_(), weight.requires_grad_(), targets, **compared, **options)
     loss = done.scores.log_probs.sum() + 0.1 * done.scores.entropy.sum()
     if exact_kl:
