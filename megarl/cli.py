@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megarl import __version__
+from megarl.convert import command as convert
 from megarl.errors import ConfigError, RunError, UserError
 
 
@@ -83,6 +84,10 @@ def _parser() -> argparse.ArgumentParser:
     tiny.add_argument("--out", type=Path, metavar="DIR", help="the folder to make (default: ./tiny-FAMILY)")
     tiny.add_argument("--seed", type=int, default=0, help="of the random weights (default: 0)")
     tiny.set_defaults(command=_models_make_tiny, what="models make-tiny")
+
+    convert.add_commands(
+        commands.add_parser("convert", help="convert and compare checkpoints of Hugging Face and Megatron")
+    )
     return parser
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -60,6 +60,10 @@ class HFReader:
         """A region of a tensor, in the checkpoint's dtype; only its pages are read."""
         tensor: Tensor = self._slice(name)[region]
         return tensor
+
+    def forget(self) -> None:
+        """Unmaps the files, whose pages count as this process's memory; they are opened again where they are needed."""
+        self._files.clear()
 
     def check(self, model: ModelMap) -> None:
         """Raises UserError unless the folder holds exactly the tensors that the map knows, in their shapes.
@@ -154,33 +158,21 @@ class HFWriter:
         shard_bytes: int = SHARD_BYTES,
         float32: Collection[str] = (),
     ):
-        if dtype not in _KINDS:
-            raise UserError(f"Weights cannot be written as {dtype}; {', '.join(map(str, _KINDS))} can.")
-        self._shapes = dict(shapes)
-        self._dtypes = {name: torch.float32 if name in float32 else dtype for name in shapes}
-        self._folder = folder
-        self._left = set(self._shapes)
-        self._place: dict[str, tuple[BinaryIO, int]] = {}
+        dtypes = {name: torch.float32 if name in float32 else dtype for name in shapes}
+        shards = plan_shards(shapes, dtypes, shard_bytes)
+        self._left = set(shapes)
         self._stack = ExitStack()
-        shards = self._plan(shard_bytes)
-        names = [_shard_name(number, len(shards)) for number in range(len(shards))]
-        for name, shard in zip(names, shards, strict=True):
-            self._begin(name, shard)
-        if len(shards) > 1:
-            weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-            index = {"metadata": {"total_size": sum(map(self._bytes, self._shapes))}, "weight_map": weight_map}
-            (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        self._shard: dict[str, ShardFile] = {}
+        for file, names in shards.items():
+            shard = self._stack.enter_context(ShardFile(folder / file, names, shapes, dtypes))
+            self._shard |= dict.fromkeys(names, shard)
+        write_index(folder, shards, shapes, dtypes)
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Writes one tensor, cast to its dtype. Raises ValueError for one that is unknown, misshapen or came before."""
         if name not in self._left:
-            raise ValueError(f"{name} was written before" if name in self._shapes else f"{name} is not to be written")
-        if tuple(tensor.shape) != tuple(self._shapes[name]):
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, not {self._shapes[name]}")
-        file, offset = self._place[name]
-        file.seek(offset)
-        flat = tensor.detach().to("cpu", self._dtypes[name]).contiguous().flatten()
-        file.write(flat.view(torch.uint8).numpy().data)
+            raise ValueError(f"{name} was written before" if name in self._shard else f"{name} is not to be written")
+        self._shard[name].write(name, tensor)
         self._left.discard(name)
 
     def __enter__(self) -> Self:
@@ -194,40 +186,84 @@ class HFWriter:
                 return
             if self._left:
                 raise ValueError(f"these tensors never came: {_some(sorted(self._left))}")
-            for file in {id(file): file for file, _ in self._place.values()}.values():
-                file.flush()
-                os.fsync(file.fileno())
+            for shard in set(self._shard.values()):
+                shard.sync()
 
-    def _bytes(self, name: str) -> int:
-        return int(torch.Size(self._shapes[name]).numel()) * self._dtypes[name].itemsize
 
-    def _plan(self, shard_bytes: int) -> list[list[str]]:
-        shards: list[list[str]] = [[]]
-        used = 0
-        for name in self._shapes:
-            size = self._bytes(name)
-            if shards[-1] and used + size > shard_bytes:
-                shards.append([])
-                used = 0
-            shards[-1].append(name)
-            used += size
-        return shards
+def plan_shards(
+    shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype], shard_bytes: int = SHARD_BYTES
+) -> dict[str, list[str]]:
+    """Tensors by file, in their order, each file up to `shard_bytes` (or one tensor). Raises UserError for a dtype that files of
+    safetensors are not written in."""
+    if odd := {dtype for dtype in dtypes.values() if dtype not in _KINDS}:
+        raise UserError(f"Weights cannot be written as {odd.pop()}; {', '.join(map(str, _KINDS))} can.")
+    shards: list[list[str]] = [[]]
+    used = 0
+    for name, shape in shapes.items():
+        size = _bytes(shape, dtypes[name])
+        if shards[-1] and used + size > shard_bytes:
+            shards.append([])
+            used = 0
+        shards[-1].append(name)
+        used += size
+    return {_shard_name(number, len(shards)): shard for number, shard in enumerate(shards)}
 
-    def _begin(self, file_name: str, names: list[str]) -> None:
+
+def write_index(
+    folder: Path, shards: Mapping[str, list[str]], shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype]
+) -> None:
+    """Which file holds which tensor; nothing where there is one file."""
+    if len(shards) > 1:
+        total = sum(_bytes(shape, dtypes[name]) for name, shape in shapes.items())
+        weight_map = {tensor: file for file, names in shards.items() for tensor in names}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+class ShardFile:
+    """One file of safetensors with a place for each of `names`."""
+
+    def __init__(
+        self, path: Path, names: Iterable[str], shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype]
+    ):
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        offset = 0
+        end = 0
         for name in names:
-            end = offset + self._bytes(name)
-            kind = _KINDS[self._dtypes[name]]
-            header[name] = {"dtype": kind, "shape": list(self._shapes[name]), "data_offsets": [offset, end]}
-            offset = end
+            start, end = end, end + _bytes(shapes[name], dtypes[name])
+            kind = _KINDS[dtypes[name]]
+            header[name] = {"dtype": kind, "shape": list(shapes[name]), "data_offsets": [start, end]}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # tensors start aligned
-        file = self._stack.enter_context((self._folder / file_name).open("wb"))
-        file.write(len(text).to_bytes(8, "little") + text)
-        start = file.tell()
-        for name in names:
-            self._place[name] = (file, start + header[name]["data_offsets"][0])
+        self._file = path.open("wb")
+        self._file.write(len(text).to_bytes(8, "little") + text)
+        del header["__metadata__"]
+        self._place = {name: self._file.tell() + entry["data_offsets"][0] for name, entry in header.items()}
+        self._shapes, self._dtypes = shapes, dtypes
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Writes one tensor, cast to its dtype. Raises ValueError for one that is misshapen."""
+        if tuple(tensor.shape) != tuple(self._shapes[name]):
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, not {self._shapes[name]}")
+        self._file.seek(self._place[name])
+        flat = tensor.detach().to("cpu", self._dtypes[name]).contiguous().flatten()
+        self._file.write(flat.view(torch.uint8).numpy().data)
+
+    def sync(self) -> None:
+        """What was written is on the disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+def _bytes(shape: Shape, dtype: torch.dtype) -> int:
+    return int(torch.Size(shape).numel()) * dtype.itemsize
 
 
 def save_hf(
@@ -266,6 +302,11 @@ def copy_companions(source: Path, folder: Path, dtype: torch.dtype, changes: Map
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     config[key] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    copy_texts(source, folder)
+
+
+def copy_texts(source: Path, folder: Path) -> None:
+    """Tokenizer, chat template and generation config."""
     for pattern in COMPANIONS:
         for path in source.glob(pattern):
             copy = folder / path.relative_to(source)

@@ -1,0 +1,149 @@
+"""A checkpoint of Megatron seen as the Hugging Face checkpoint that it is, whatever layout wrote it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megarl.bridge.dist_keys import Slot, found
+from megarl.bridge.heads import BIAS, WEIGHT, Head, megatron_name
+from megarl.bridge.hf_io import DTYPES
+from megarl.bridge.layout import Copy, Cut, Shape
+from megarl.bridge.model_map import ModelMap, Parameter
+from megarl.bridge.torch_dist import DistReader
+from megarl.errors import UserError
+
+
+class _Held(NamedTuple):
+    """A rectangle of a Hugging Face tensor, and the rows of a key that it is."""
+
+    copy: Copy
+    slot: Slot
+
+
+class MegatronReader:
+    """An `HFReader` of the tensors that a torch_dist checkpoint holds: the names, shapes and regions of Hugging Face.
+
+    Optimizer states and what else a training run leaves there are passed over.
+    """
+
+    def __init__(self, folder: str | Path, model: ModelMap):
+        self.folder = Path(folder)
+        self.dist = DistReader(folder)
+        self._shapes = dict(model.hf_shapes)
+        self._held: dict[str, list[_Held]] = defaultdict(list)
+        self.missing: list[str] = []  # Megatron's names
+        self.used: set[str] = set()
+        wrong = []
+        for parameter in model.parameters:
+            slots = found(model, parameter, self.dist.tensors)
+            if not slots:
+                self.missing += [parameter.name] if parameter.exported else []
+                continue
+            self.used |= {slot.key for slot in slots}
+            wrong += [fault for slot in slots if (fault := self._misshapen(parameter, slot))]
+            if parameter.exported:
+                for copy in parameter.copies(Cut()):
+                    self._held[copy.hf_name] += [_Held(part, slot) for slot in slots if (part := _within(copy, slot))]
+        if wrong:
+            raise UserError(f"{self.folder} does not fit its config.json: {'; '.join(wrong[:3])}.")
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._held)
+
+    def shape(self, name: str) -> Shape:
+        return self._shapes[name]
+
+    def dtype(self, name: str) -> torch.dtype:
+        dtypes = {self.dist.tensors[held.slot.key].dtype for held in self._of(name)}
+        if len(dtypes) > 1 or not dtypes <= set(DTYPES.values()):
+            said = " and ".join(str(dtype) for dtype in dtypes)
+            raise UserError(
+                f"{self.folder}: {name} is stored as {said}; {', '.join(map(str, DTYPES.values()))} can be read."
+            )
+        return dtypes.pop()
+
+    def get(self, name: str) -> Tensor:
+        return self.get_slice(name, tuple(slice(0, size) for size in self.shape(name)))
+
+    def get_slice(self, name: str, region: tuple[slice, ...]) -> Tensor:
+        """A region of a tensor, in the checkpoint's dtype."""
+        out = torch.empty([s.stop - s.start for s in region], dtype=self.dtype(name))
+        self.read(name, region, out)
+        return out
+
+    def read(self, name: str, region: tuple[slice, ...], out: Tensor) -> None:
+        """Fills `out` with a region of a tensor."""
+        for copy, slot in self._of(name):
+            met = [slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(region, copy.hf, strict=True)]
+            if any(s.start >= s.stop for s in met):
+                continue
+            inner = tuple(
+                slice(m.start - h.start + c.start, m.stop - h.start + c.start)
+                for m, h, c in zip(met, copy.hf, copy.local, strict=True)
+            )
+            inner = (slice(inner[0].start - slot.rows.start, inner[0].stop - slot.rows.start), *inner[1:])
+            lead = tuple(slice(i, i + 1) for i in slot.index)
+            place = tuple(slice(m.start - r.start, m.stop - r.start) for m, r in zip(met, region, strict=True))
+            self.dist.read(slot.key, (*lead, *inner), out[place])
+
+    def forget(self) -> None:
+        """Nothing is mapped."""
+
+    def check(self, model: ModelMap) -> None:
+        """Raises UserError unless the checkpoint holds exactly the parameters that the map knows."""
+        extra = [key for key in self.dist.tensors if key not in self.used and not key.startswith(_NOT_WEIGHTS)]
+        parts = [
+            *([f"lacks {_some(self.missing)}"] if self.missing else []),
+            *([f"holds {_some(extra)}, which no rule of {model.family} knows"] if extra else []),
+        ]
+        if parts:
+            raise UserError(f"{self.folder} does not fit its config.json: {'; '.join(parts)}.")
+        for name in model.hf_shapes:
+            self.dtype(name)
+
+    def _of(self, name: str) -> list[_Held]:
+        if name not in self._held:
+            raise UserError(f"{self.folder} holds no tensor {name}.")
+        return self._held[name]
+
+    def _misshapen(self, parameter: Parameter, slot: Slot) -> str | None:
+        """Vocabularies may be padded, as the layout that wrote them wanted it."""
+        shape, wanted = self.dist.tensors[slot.key].shape, slot.global_shape
+        if shape == wanted:
+            return None
+        rows = len(slot.index)
+        if parameter.pad_vocabulary and len(shape) == len(wanted) and shape[rows] > wanted[rows]:
+            shape = (*shape[:rows], wanted[rows], *shape[rows + 1 :])
+        return None if shape == wanted else f"{slot.key} has shape {shape}, not {wanted}"
+
+
+# Of an optimizer, alone or one of several.
+_NOT_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state_machine_state")
+
+
+def stored_head(folder: Path) -> Head | None:
+    """The score head that a checkpoint holds; None: it is a causal language model."""
+    tensors = DistReader(folder).tensors
+    weight = tensors.get(megatron_name(WEIGHT))
+    return None if weight is None else Head(labels=weight.shape[0], bias=megatron_name(BIAS) in tensors)
+
+
+def _within(copy: Copy, slot: Slot) -> Copy | None:
+    """The part of a copy that lies in a slot's rows."""
+    rows = copy.local[0]
+    start, stop = max(rows.start, slot.rows.start), min(rows.stop, slot.rows.stop)
+    if start >= stop:
+        return None
+    first = copy.hf[0].start + start - rows.start
+    return Copy(copy.hf_name, (slice(first, first + stop - start), *copy.hf[1:]), (slice(start, stop), *copy.local[1:]))
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

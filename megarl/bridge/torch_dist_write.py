@@ -1,0 +1,98 @@
+"""Writing a torch_dist checkpoint without Megatron: files of chunks one after another, then what says where everything lies."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from megarl.bridge.layout import Shape
+from megarl.bridge.torch_dist import COMMON, CONFIG, METADATA
+
+
+class ChunkFile:
+    """One file of chunks. `records` is what `write_metadata` needs of them, as JSON may hold it."""
+
+    def __init__(self, path: Path):
+        self._file = path.open("wb")
+        self._name = path.name
+        self.records: list[dict[str, Any]] = []
+
+    def write(self, key: str, tensor: Tensor, offsets: Shape, shape: Shape) -> None:
+        """A chunk of the tensor `key` of the given whole shape, which lies at `offsets` in it. `tensor` has a storage of its own."""
+        start = self._save(tensor)
+        self.records.append(
+            {
+                "key": key,
+                "dtype": str(tensor.dtype).removeprefix("torch."),
+                "shape": list(shape),
+                "offsets": list(offsets),
+                "sizes": list(tensor.shape),
+                "file": self._name,
+                "start": start,
+                "length": self._file.tell() - start,
+            }
+        )
+
+    def write_object(self, key: str, value: Any) -> None:
+        """Anything else that `torch.save` takes."""
+        start = self._save(value)
+        self.records.append({"key": key, "file": self._name, "start": start, "length": self._file.tell() - start})
+
+    def sync(self) -> None:
+        """What was written is on the disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def _save(self, value: Any) -> int:
+        start = self._file.tell()
+        # Nothing that reads these archives looks at their checksums, which take longer than writing.
+        kept = torch.serialization.get_crc32_options()
+        torch.serialization.set_crc32_options(False)
+        try:
+            torch.save(value, self._file)
+        finally:
+            torch.serialization.set_crc32_options(kept)
+        return start
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+def write_metadata(folder: Path, records: Iterable[Mapping[str, Any]], common: Mapping[str, Any]) -> None:
+    """All that is beside the chunks: where they lie, what is common to all ranks, the format's name (last: it makes the folder a
+    checkpoint)."""
+    from torch.distributed.checkpoint import metadata as dcp
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    entries: dict[str, Any] = {}
+    storage = {}
+    for record in records:
+        key, info = record["key"], _StorageInfo(record["file"], record["start"], record["length"])
+        if "dtype" not in record:
+            entries[key] = dcp.BytesStorageMetadata()
+            storage[dcp.MetadataIndex(key)] = info
+            continue
+        if key not in entries:
+            properties = dcp.TensorProperties(dtype=getattr(torch, record["dtype"]))
+            entries[key] = dcp.TensorStorageMetadata(properties, torch.Size(record["shape"]), [])
+        chunk = dcp.ChunkStorageMetadata(torch.Size(record["offsets"]), torch.Size(record["sizes"]))
+        storage[dcp.MetadataIndex(key, chunk.offsets, len(entries[key].chunks))] = info
+        entries[key].chunks.append(chunk)
+    (folder / METADATA).write_bytes(pickle.dumps(dcp.Metadata(entries, planner_data={}, storage_data=storage)))
+    torch.save(dict(common), folder / COMMON)
+    config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    config |= {"common_backend": "torch", "common_backend_version": 1}
+    (folder / CONFIG).write_text(json.dumps(config), encoding="utf-8")

@@ -1,0 +1,114 @@
+"""`megarl convert …` and the tools in tools/convert_ckpt/. What is heavy is imported by the command that needs it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+DTYPES = ("float32", "bfloat16", "float16")
+_CONFIG = "the Hugging Face folder of the model that was trained, where a checkpoint has no config.json of its own"
+
+
+def add_commands(parser: argparse.ArgumentParser) -> None:
+    """The four commands under `megarl convert`."""
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    to_megatron = commands.add_parser("hf-to-megatron", help="a Hugging Face folder into a torch_dist checkpoint")
+    _conversion(to_megatron)
+    to_megatron.set_defaults(command=_to_megatron, what="convert hf-to-megatron")
+
+    to_hf = commands.add_parser(
+        "megatron-to-hf", help="a torch_dist checkpoint, of any layout, into a Hugging Face folder"
+    )
+    _conversion(to_hf)
+    to_hf.add_argument("--config", type=Path, metavar="DIR", help=_CONFIG)
+    to_hf.set_defaults(command=_to_hf, what="convert megatron-to-hf")
+
+    verify = commands.add_parser("verify", help="compare two models: names, shapes, dtypes, every byte")
+    verify.add_argument("first", type=Path, metavar="A", help="a Hugging Face folder or a torch_dist checkpoint")
+    verify.add_argument("second", type=Path, metavar="B", help="another")
+    verify.add_argument("--config", type=Path, metavar="DIR", help=_CONFIG)
+    verify.add_argument("--logits", action="store_true", help="compare what they answer too, in float32")
+    verify.set_defaults(command=_verify, what="convert verify")
+
+    inspect = commands.add_parser("inspect", help="say what a folder holds")
+    inspect.add_argument("folder", type=Path, metavar="FOLDER", help="a Hugging Face folder or a torch_dist checkpoint")
+    inspect.add_argument("--config", type=Path, metavar="DIR", help=_CONFIG)
+    inspect.add_argument("--tensors", action="store_true", help="with a line for each tensor")
+    inspect.set_defaults(command=_inspect, what="convert inspect")
+
+
+def _conversion(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", type=Path, metavar="SOURCE", help="what is read")
+    parser.add_argument("target", type=Path, metavar="TARGET", help="the folder to make; it is never overwritten")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the target (default: every tensor keeps its own)")
+    parser.add_argument("--shard-gb", type=float, default=2.0, metavar="GB", help="size of a file (default: 2)")
+    parser.add_argument(
+        "--allow-nonfinite", action="store_true", help="carry NaN and infinity over instead of refusing"
+    )
+    parser.add_argument("--quiet", action="store_true", help="no progress")
+
+
+def _options(args: argparse.Namespace) -> Any:
+    import torch
+
+    from megarl.convert.work import Options
+    from megarl.errors import UserError
+
+    if not args.shard_gb > 0:
+        raise UserError(f"--shard-gb is {args.shard_gb:g}; it must be above 0.")
+    return Options(
+        dtype=None if args.dtype is None else getattr(torch, args.dtype),
+        shard_bytes=max(1, int(args.shard_gb * 1e9)),
+        allow_nonfinite=args.allow_nonfinite,
+    )
+
+
+def _to_megatron(args: argparse.Namespace) -> int:
+    from megarl.convert.hf_to_megatron import hf_to_megatron
+    from megarl.convert.processes import processes
+
+    with processes() as among:
+        hf_to_megatron(args.source, args.target, _options(args), among, show=not args.quiet)
+        if among.first:
+            print(args.target)
+    return 0
+
+
+def _to_hf(args: argparse.Namespace) -> int:
+    from megarl.convert.megatron_to_hf import megatron_to_hf
+    from megarl.convert.processes import processes
+
+    with processes() as among:
+        megatron_to_hf(args.source, args.target, _options(args), among, config=args.config, show=not args.quiet)
+        if among.first:
+            print(args.target)
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from megarl.convert.source import open_source
+    from megarl.convert.verify import compare
+
+    first, second = open_source(args.first, args.config), open_source(args.second, args.config)
+    result = compare(first, second)
+    if args.logits:
+        from megarl.convert.logits import compare_logits
+
+        result.differences += compare_logits(first, second)
+    for note in result.notes:
+        print(f"note: {note}, in both")
+    for difference in result.differences:
+        print(f"differs: {difference}")
+    if result.differences:
+        print(f"{len(result.differences)} differences between {args.first} and {args.second}")
+        return 1
+    print(f"equal: {result.tensors} tensors, {result.bytes / 1e9:.3f} GB, every byte")
+    return 0
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from megarl.convert.inspect import inspect
+
+    print("\n".join(inspect(args.folder, args.config, tensors=args.tensors)))
+    return 0

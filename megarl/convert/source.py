@@ -1,0 +1,108 @@
+"""What is converted or compared: a Hugging Face folder, or a checkpoint of Megatron."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from megarl.bridge import head_io, megatron_io
+from megarl.bridge.heads import Head
+from megarl.bridge.hf_config import read_config
+from megarl.bridge.hf_io import HFReader
+from megarl.bridge.layout import Shape
+from megarl.bridge.megatron_io import MegatronReader
+from megarl.bridge.model_map import ModelMap
+from megarl.bridge.torch_dist import is_checkpoint, resolve
+from megarl.errors import UserError
+
+
+class Reader(Protocol):
+    """The tensors of a model under the names of Hugging Face."""
+
+    @property
+    def names(self) -> list[str]: ...
+    def shape(self, name: str) -> Shape: ...
+    def dtype(self, name: str) -> torch.dtype: ...
+    def get(self, name: str) -> Tensor: ...
+    def get_slice(self, name: str, region: tuple[slice, ...]) -> Tensor: ...
+    def forget(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model on disk, checked to hold exactly what its config.json asks for."""
+
+    kind: Literal["hf", "megatron"]
+    folder: Path
+    texts: Path  # where config.json and the tokenizer are
+    config: Mapping[str, Any]
+    head: Head | None
+    model: ModelMap
+    reader: Reader
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        return {name: self.reader.dtype(name) for name in self.model.hf_shapes}
+
+    def identity(self) -> dict[str, Any]:
+        """What tells whether the files are those that they were."""
+        files = [*self.folder.glob("*.safetensors"), *self.folder.glob("*.distcp"), *self.folder.glob(".metadata")]
+        stats = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in sorted(files)}
+        return {"folder": str(self.folder.absolute()), "files": stats, "config": dict(self.config)}
+
+
+def open_source(folder: Path, config: Path | None = None) -> Source:
+    """Whichever of the two a folder holds."""
+    return open_megatron(folder, config) if is_checkpoint(folder) else open_hf(folder)
+
+
+def open_hf(folder: Path) -> Source:
+    """A Hugging Face folder, of a causal language model or of one with a score head."""
+    if is_checkpoint(folder):
+        raise UserError(f"{folder} is a checkpoint of Megatron, not a Hugging Face folder.")
+    if not folder.is_dir():
+        raise UserError(f"There is no model folder {folder}.")
+    config = read_config(folder)
+    HFReader(folder)  # complains of weights before the config is looked at
+    head = head_io.stored_head(folder)
+    model = ModelMap.from_hf(folder, head)
+    reader = head_io.open_checkpoint(folder, head)
+    reader.check(model)
+    return Source("hf", folder, folder, config, head, model, reader)
+
+
+def open_megatron(folder: Path, config: Path | None = None) -> Source:
+    """A torch_dist checkpoint. `config`: the Hugging Face folder of the model that was trained, where the checkpoint has no
+    config.json of its own."""
+    checkpoint = resolve(folder)
+    texts = config or next((path for path in (checkpoint, folder) if (path / "config.json").is_file()), None)
+    head = megatron_io.stored_head(checkpoint)
+    if texts is None:
+        raise UserError(
+            f"{checkpoint} holds no config.json: name the Hugging Face folder of the model that was trained with --config."
+        )
+    model = ModelMap.from_hf(texts, head)
+    reader = MegatronReader(checkpoint, model)
+    reader.check(model)
+    return Source("megatron", checkpoint, texts, read_config(texts), head, model, reader)
+
+
+def main_dtype(dtypes: Mapping[str, torch.dtype], shapes: Mapping[str, Shape]) -> torch.dtype:
+    """The dtype of most elements."""
+    count: dict[torch.dtype, int] = {}
+    for name, dtype in dtypes.items():
+        count[dtype] = count.get(dtype, 0) + torch.Size(shapes[name]).numel()
+    return max(count, key=lambda dtype: count[dtype])
+
+
+def config_text(config: Mapping[str, Any], dtype: torch.dtype) -> str:
+    """config.json with the dtype that the weights have."""
+    # transformers 5 writes `dtype`, transformers 4 `torch_dtype`; each reads the other's.
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    return json.dumps({**config, key: str(dtype).removeprefix("torch.")}, indent=2) + "\n"

@@ -1,0 +1,115 @@
+"""A folder that grows file by file, survives a kill, and gets its name when it is whole."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megarl.convert.processes import Processes
+from megarl.errors import UserError
+
+
+class Unfinished:
+    """`.NAME.unfinished` beside the target NAME:
+
+    files/      what becomes the target
+    done/       a record for each file that is finished
+    plan.json   what is made from what: records of another plan are worth nothing
+    """
+
+    def __init__(self, target: Path):
+        self.target = target.absolute()
+        self.root = self.target.with_name(f".{self.target.name}.unfinished")
+        self.files, self._done, self._plan = (self.root / name for name in ("files", "done", "plan.json"))
+
+    def record(self, name: str) -> dict[str, Any] | None:
+        """Of a finished file; None: it is not finished."""
+        try:
+            record: dict[str, Any] = json.loads((self._done / f"{name}.json").read_text(encoding="utf-8"))
+            return record if (self.files / name).stat().st_size == record["bytes"] else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def finished(self, name: str, **record: Any) -> None:
+        """Notes that a file is whole and on the disk."""
+        path = self._done / f"{name}.json"
+        aside = path.with_suffix(".part")
+        aside.write_text(json.dumps({"bytes": (self.files / name).stat().st_size, **record}), encoding="utf-8")
+        aside.rename(path)
+
+    def begin(self, plan: Mapping[str, Any]) -> int:
+        """Makes the folder, or takes up one that was left with the same plan. Answers with how many files are finished."""
+        try:
+            kept = json.loads(self._plan.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            kept = None
+        if kept != plan:
+            for path in (self.files, self._done):
+                shutil.rmtree(path, ignore_errors=True)
+        for path in (self.files, self._done):
+            path.mkdir(exist_ok=True)
+        self._plan.write_text(json.dumps(plan), encoding="utf-8")
+        return sum(1 for _ in self._done.glob("*.json"))
+
+    def publish(self) -> None:
+        """The folder is whole: it gets its name."""
+        if self.target.is_dir():
+            self.target.rmdir()  # an empty one
+        self.files.rename(self.target)
+        self.discard()
+
+    def discard(self) -> None:
+        shutil.rmtree(self.root, ignore_errors=True)
+
+
+@contextmanager
+def unfinished(target: Path, plan: Mapping[str, Any], among: Processes) -> Iterator[Unfinished]:
+    """The folder to write in, for all processes; it is kept after a kill or a full disk, and thrown away where the input is wrong.
+
+    Raises UserError where the target exists, or where another process is making it.
+    """
+    growing = Unfinished(target)
+    lock = None
+    problem: BaseException | None = None
+    if among.first:
+        try:
+            lock = _begun(growing, plan)
+        except (UserError, OSError) as error:
+            problem = error if isinstance(error, UserError) else _cannot(target, error)
+    among.agree(problem)
+    try:
+        yield growing
+    except UserError:
+        if among.first:
+            growing.discard()
+        raise
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def _begun(growing: Unfinished, plan: Mapping[str, Any]) -> int:
+    target = growing.target
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        if growing.root.exists() and not growing.files.exists():
+            growing.discard()  # killed between getting its name and clearing up
+        raise UserError(f"{target} exists already and is not overwritten.")
+    growing.root.mkdir(parents=True, exist_ok=True)
+    lock = os.open(growing.root / "lock", os.O_CREAT | os.O_RDWR)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise UserError(f"another process is making {target}.") from None
+    growing.begin(plan)
+    return lock
+
+
+def _cannot(target: Path, error: OSError) -> UserError:
+    return UserError(f"{target} cannot be made: {error.strerror or error}.")

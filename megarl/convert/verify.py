@@ -1,0 +1,89 @@
+"""Whether two models on disk are the same: names, shapes, dtypes, every byte; on request what they answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megarl.bridge.layout import Shape
+from megarl.convert.progress import ByteProgress
+from megarl.convert.source import Source, open_source
+from megarl.convert.work import FORGET_BYTES
+
+_BLOCK_BYTES = 64 << 20  # compared at a time
+
+
+@dataclass
+class Comparison:
+    """What was looked at, and a sentence for each difference."""
+
+    tensors: int = 0
+    bytes: int = 0
+    differences: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what both have, and is odd
+
+
+def compare(first: Source, second: Source, *, show: bool = True) -> Comparison:
+    """Every tensor of two models, bit by bit."""
+    result = Comparison()
+    shapes, others = first.model.hf_shapes, second.model.hf_shapes
+    for ours, theirs, folder in ((shapes, others, second.folder), (others, shapes, first.folder)):
+        result.differences += [f"{folder} has no {name}" for name in ours if name not in theirs]
+    common = [name for name in shapes if name in others]
+    total = sum(_bytes(shapes[name], first.reader.dtype(name)) for name in common)
+    mapped = 0
+    with ByteProgress("comparing", total, show=show) as progress:
+        for name in common:
+            size = _bytes(shapes[name], first.reader.dtype(name))
+            fault = _compared(name, first, second, result)
+            result.differences += [fault] if fault else []
+            result.tensors += 1
+            result.bytes += size
+            progress.add(size)
+            mapped += size
+            if mapped > FORGET_BYTES:
+                first.reader.forget()
+                second.reader.forget()
+                mapped = 0
+    return result
+
+
+def verify(first: Path, second: Path, config: Path | None = None, *, show: bool = True) -> Comparison:
+    """`compare` of two folders, each of Hugging Face or of Megatron."""
+    return compare(open_source(first, config), open_source(second, config), show=show)
+
+
+def _compared(name: str, first: Source, second: Source, result: Comparison) -> str | None:
+    shape, other = first.model.hf_shapes[name], second.model.hf_shapes[name]
+    if shape != other:
+        return f"{name} has shape {shape} and {other}"
+    dtype, other_dtype = first.reader.dtype(name), second.reader.dtype(name)
+    if dtype != other_dtype:
+        return f"{name} is stored as {_named(dtype)} and as {_named(other_dtype)}"
+    differ = finite = 0
+    rows = max(1, _BLOCK_BYTES // max(1, _bytes(shape[1:], dtype)))
+    for start in range(0, shape[0], rows):
+        region = (slice(start, min(shape[0], start + rows)), *(slice(0, size) for size in shape[1:]))
+        ours, theirs = first.reader.get_slice(name, region), second.reader.get_slice(name, region)
+        if not torch.equal(_bits(ours), _bits(theirs)):
+            differ += int((_bits(ours) != _bits(theirs)).sum())
+        finite += int(torch.isfinite(ours).sum())
+    count = torch.Size(shape).numel()
+    if finite < count:
+        result.notes.append(f"{name} holds {count - finite} elements that are NaN or infinite")
+    return f"{name} differs in {differ} of {count} elements" if differ else None
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.dtype.itemsize])
+
+
+def _bytes(shape: Shape, dtype: torch.dtype) -> int:
+    return torch.Size(shape).numel() * dtype.itemsize
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,63 @@
+"""What both directions share: the targets' dtypes, memory that is used again, a look for numbers that are none."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megarl.bridge.layout import Shape
+from megarl.errors import UserError
+
+SHARD_BYTES = 2_000_000_000  # of a file, which is what a conversion that is started again does not do twice
+FORGET_BYTES = 256 << 20  # of mapped files: their pages count as memory of the process
+
+
+@dataclass(frozen=True)
+class Options:
+    dtype: torch.dtype | None = None  # of the target; None: every tensor keeps its own
+    shard_bytes: int = SHARD_BYTES
+    allow_nonfinite: bool = False  # carry NaN and infinity over, bit by bit
+
+
+AS_IT_IS = Options()
+
+
+def target_dtypes(
+    dtypes: Mapping[str, torch.dtype], wanted: torch.dtype | None, float32: Collection[str]
+) -> dict[str, torch.dtype]:
+    """Of each tensor: its own, or `wanted`, but float32 for what stays so whatever the model's dtype."""
+    if wanted is None:
+        return dict(dtypes)
+    return {name: torch.float32 if name in float32 else wanted for name in dtypes}
+
+
+class Scratch:
+    """One stretch of memory as tensors of any shape, each with a storage of just its size; one at a time."""
+
+    def __init__(self, size: int):
+        self._memory = mmap.mmap(-1, max(1, size))
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+
+    def tensor(self, shape: Shape, dtype: torch.dtype) -> Tensor:
+        """Uninitialised."""
+        count = torch.Size(shape).numel()
+        if not count:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(self._memory, dtype=dtype, count=count).view(shape)
+
+
+def check_finite(name: str, tensor: Tensor) -> None:
+    """Raises UserError for a tensor that holds NaN or infinity."""
+    if torch.isfinite(torch.sum(tensor, dtype=torch.float32)):
+        return  # one pass; a sum may also run over, so that it alone proves nothing
+    bad = tensor.numel() - int(torch.isfinite(tensor).sum())
+    if bad:
+        raise UserError(
+            f"{name} holds {bad} elements that are NaN or infinite (of {tensor.numel()}); "
+            "--allow-nonfinite carries them over as they are."
+        )
