@@ -123,14 +123,25 @@ class DistReader:
                 f"{self.folder}: the chunks of {key} do not cover {tuple((s.start, s.stop) for s in region)}."
             )
 
+    def read_common(self) -> dict[str, Any]:
+        """What is no tensor, by torch's restricted unpickler."""
+        path = self.folder / COMMON
+        try:
+            found = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # damaged bytes make it raise anything
+            raise UserError(f"{path} cannot be read: {_first_line(error)}.") from error
+        if not isinstance(found, dict):
+            raise UserError(f"{path} holds a {type(found).__name__}, not what a checkpoint has in common.")
+        return found
+
     def read_object(self, key: str) -> Any:
         """What is stored under a key of `objects`, by torch's restricted unpickler."""
         file, start, length = self.objects[key]
         data = os.pread(self._open(file).fileno(), length, start)
         try:
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError, zipfile.BadZipFile) as error:
-            raise UserError(f"{self.folder / file}: {key} cannot be read: {_first_line(error)}") from error
+        except Exception as error:
+            raise UserError(f"{self.folder / file}: {key} cannot be read: {_first_line(error)}.") from error
 
     def _read_chunk(self, stored: Stored, chunk: Chunk, inside: tuple[slice, ...], out: Tensor) -> None:
         """A box of a chunk: whole runs of it are read where they are wanted, cut rows through a block of bounded size."""

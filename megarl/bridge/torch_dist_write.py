@@ -26,7 +26,9 @@ class ChunkFile:
         self.records: list[dict[str, Any]] = []
 
     def write(self, key: str, tensor: Tensor, offsets: Shape, shape: Shape) -> None:
-        """A chunk of the tensor `key` of the given whole shape, which lies at `offsets` in it. `tensor` has a storage of its own."""
+        """A chunk of the tensor `key` of the given whole shape, which lies at `offsets` in it."""
+        if tensor.untyped_storage().nbytes() != tensor.nbytes or not tensor.is_contiguous():
+            tensor = tensor.clone(memory_format=torch.contiguous_format)  # else all of the storage would be written
         start = self._save(tensor)
         self.records.append(
             {
@@ -71,9 +73,8 @@ class ChunkFile:
         self._file.close()
 
 
-def write_metadata(folder: Path, records: Iterable[Mapping[str, Any]], common: Mapping[str, Any]) -> None:
-    """All that is beside the chunks: where they lie, what is common to all ranks, the format's name (last: it makes the folder a
-    checkpoint)."""
+def write_metadata(folder: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """What says where every chunk lies."""
     from torch.distributed.checkpoint import metadata as dcp
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
@@ -92,6 +93,10 @@ def write_metadata(folder: Path, records: Iterable[Mapping[str, Any]], common: M
         storage[dcp.MetadataIndex(key, chunk.offsets, len(entries[key].chunks))] = info
         entries[key].chunks.append(chunk)
     (folder / METADATA).write_bytes(pickle.dumps(dcp.Metadata(entries, planner_data={}, storage_data=storage)))
+
+
+def write_common(folder: Path, common: Mapping[str, Any]) -> None:
+    """What is no tensor, and the format's name, which makes the folder a checkpoint."""
     torch.save(dict(common), folder / COMMON)
     config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     config |= {"common_backend": "torch", "common_backend_version": 1}

@@ -12,7 +12,7 @@ from megarl.bridge.dist_keys import extra_states, written
 from megarl.bridge.hf_io import copy_texts, load_parameter
 from megarl.bridge.layout import Cut
 from megarl.bridge.model_map import Parameter
-from megarl.bridge.torch_dist_write import ChunkFile, write_metadata
+from megarl.bridge.torch_dist_write import ChunkFile, write_common, write_metadata
 from megarl.convert.processes import ALONE, Processes
 from megarl.convert.progress import ByteProgress
 from megarl.convert.source import Source, config_text, main_dtype, open_hf
@@ -140,4 +140,5 @@ class _Work:
         else:
             dtype = main_dtype(self.dtypes, self.model.hf_shapes)
             (folder / "config.json").write_text(config_text(origin.config, dtype), encoding="utf-8")
-        write_metadata(folder, [*records, *file.records], COMMON)
+        write_metadata(folder, [*records, *file.records])
+        write_common(folder, COMMON)

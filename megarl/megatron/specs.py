@@ -42,9 +42,24 @@ def _localise(config: TransformerConfig, layer: TransformerLayerSubmodules) -> N
     layer.input_layernorm = layer.pre_mlp_layernorm = LocalNorm
     attention = layer.self_attention
     parts = attention.submodules
+    layer.sharded_state_dict_keys_map = _fused_names(config, layer)
     parts.core_attention = LocalCoreAttention
     if config.multi_latent_attention:
         attention.module = LocalMLASelfAttention
         parts.q_layernorm = parts.kv_layernorm = LocalNorm
     elif config.qk_layernorm:
         parts.q_layernorm = parts.k_layernorm = LocalNorm
+
+
+def _fused_names(config: TransformerConfig, layer: TransformerLayerSubmodules) -> dict[str, str]:
+    """Norms that Transformer Engine fuses with the layer after them have its names in checkpoints, so that models of both specs read
+    the same. (Megatron's own map is not made for experts and for latent attention.)"""
+    names = {}
+    if config.multi_latent_attention:
+        for latent in ("q", "kv"):
+            names[f"self_attention.{latent}_layernorm."] = f"self_attention.linear_{latent}_up_proj.layer_norm_"
+    else:
+        names["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
+    if layer.mlp.module is not MoELayer:
+        names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    return names
