@@ -1,39 +1,60 @@
 """Checkpoints of what is being trained, in Megatron's torch_dist format: written in one layout, read in any.
 
-Megatron says what lies where (`sharded_state_dict`); the bytes go through the bridge's reader and writer. So no pickle is read that
-could run code, nothing is copied before it is written, and `megarl convert` takes a checkpoint of a run as it is.
+Megatron says where a rank's parameters lie in the whole (`sharded_state_dict`); the bytes go through the bridge's reader and writer.
+So no pickle is read that could run code, nothing is gathered or copied before it is written, and `megarl convert` takes a checkpoint
+of a run as it is.
+
+Of the optimizer the moments, the float32 master weights and the number of steps are kept, each as a tensor of its parameter's shape
+whatever optimizer holds it (`optimizer.state.exp_avg.…`): a rank's share of a distributed optimizer, which is a run of a parameter's
+elements, is written as the rectangles that it is.
 """
 
 from __future__ import annotations
 
+import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
-from megatron.core.dist_checkpointing.strategies.base import (
-    LoadCommonStrategy,
-    LoadShardedStrategy,
-    SaveShardedStrategy,
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    is_main_replica,
 )
+from torch import Tensor
 
+from megarl.bridge.layout import Shape
 from megarl.bridge.torch_dist import DistReader
-from megarl.bridge.torch_dist_write import ChunkFile, write_metadata
+from megarl.bridge.torch_dist_write import ChunkFile, write_common, write_metadata
 from megarl.errors import RunError, UserError
 from megarl.megatron.model import unwrap
 from megarl.megatron.optimizer import Optimizer
 
-# Optimizer states as tensors of the parameters' shapes, which is what any other layout can read; gathered over gloo.
-_OPTIMIZER = {
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "distrib_optim_fully_reshardable_mem_efficient": True,
-    "chained_optim_avoid_prefix": True,
-}
+_STEP = "step"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rectangle of a checkpoint's tensor, and this rank's memory that holds it."""
+
+    key: str
+    data: Tensor
+    offsets: Shape
+    shape: Shape  # of the whole tensor
+    mine: bool  # of all ranks that hold it, this one writes it
+    padded: bool = False  # a vocabulary, whose length depends on the layout
+    leading: int = 0  # axes that the checkpoint has in front: layers, experts
+
+    @property
+    def sizes(self) -> Shape:
+        return (1,) * self.leading + tuple(self.data.shape)
 
 
 def save(
@@ -49,167 +70,252 @@ def save(
     aside and renamed: `folder` must not exist, and is whole when it does. Raises UserError where it exists, RunError on all ranks
     where a disk does not take it.
     """
+    rank = dist.get_rank()
     aside = folder.with_name(f".{folder.name}.unfinished")
-    _agree(_emptied(folder, aside) if dist.get_rank() == 0 else None, UserError)
-    problem = None
-    try:
-        state = {**_state(chunks, optimizer, loading=False), "common": dict(common or {})}
-        dist_checkpointing.save(state, str(aside), _Saving("torch_dist", 1))
-        if dist.get_rank() == 0:
+    _agree(_emptied(folder, aside) if rank == 0 else None, UserError)
+    records = _everyones(lambda: _write(aside / f"__{rank}_0.distcp", chunks, optimizer), folder)
+
+    def finish() -> None:
+        if rank == 0:
+            _demand_whole(records)
+            write_metadata(aside, records)
+            write_common(aside, _common(optimizer, common or {}))
             aside.rename(folder)
-    except OSError as error:
-        problem = f"{folder} could not be written: {error.strerror or error}."
-    _agree(problem, RunError)
+
+    _everyones(finish, folder)
 
 
 def load(folder: Path, chunks: Sequence[torch.nn.Module], *, optimizer: Optimizer | None = None) -> dict[str, Any]:
     """Fills this rank's chunks, and the optimizer where one is given, from a checkpoint of any layout. Answers with `common`.
 
-    Collective. Raises UserError for what is missing, misshapen or damaged. Parameters are cast to the model's dtype.
+    Raises UserError for what is missing, misshapen or damaged, on the ranks that see it. What is stored in another dtype is cast.
     """
-    state = _state(chunks, optimizer, loading=True)
-    loaded = dist_checkpointing.load(state, str(folder), _Loading(), _Common())
-    for name, chunk in _named(chunks):
-        unwrap(chunk).load_state_dict(loaded[name])
+    reader = DistReader(folder)
+    entries = _entries(chunks)
+    pieces = [piece for entry in entries for piece in _pieces(entry)]
     if optimizer is not None:
-        optimizer.inner.load_state_dict(loaded["optimizer"])
-        optimizer.schedule.load_state_dict(loaded["schedule"])
-    found: dict[str, Any] = loaded.get("common", {})
+        for part in _parts(optimizer):
+            _allocate(part.optimizer)
+        pieces += _state_pieces(optimizer, entries)
+    problems = [fault for piece in pieces if (fault := _misfit(reader, piece))]
+    if problems:
+        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise UserError(f"{folder} is no checkpoint of this model: {'; '.join(problems[:3])}{more}.")
+    for piece in pieces:
+        _read(reader, piece)
+    found = reader.read_common()
+    if optimizer is not None:
+        _restore(optimizer, found, folder)
+    common: dict[str, Any] = found.get("common", {})
+    return common
+
+
+# -- parameters
+
+
+def _entries(chunks: Sequence[torch.nn.Module]) -> list[Any]:
+    """Megatron's descriptions of all that the chunks hold, the parameters in them being the chunks' own."""
+    return [entry for chunk in chunks for entry in nested_values(unwrap(chunk).sharded_state_dict())]
+
+
+def _pieces(entry: Any) -> list[Piece]:
+    """A parameter's rectangles, in the order of its rows: one, or gate and up."""
+    if isinstance(entry, ShardedTensorFactory):
+        return [piece for part in nested_values(entry.build()) for piece in _pieces(part)]
+    if isinstance(entry, ShardedObject):
+        return []
+    return [
+        Piece(
+            entry.key,
+            entry.data.detach(),
+            tuple(entry.global_offset),
+            tuple(entry.global_shape),
+            is_main_replica(entry.replica_id),
+            entry.allow_shape_mismatch,
+            entry.prepend_axis_num,
+        )
+    ]
+
+
+# -- optimizer
+
+
+def _parts(optimizer: Optimizer) -> list[Any]:
+    """Megatron's optimizers: one, or one for experts too. One without parameters holds nothing."""
+    parts = getattr(optimizer.inner, "chained_optimizers", [optimizer.inner])
+    return [part for part in parts if part.optimizer is not None]
+
+
+def _state_pieces(optimizer: Optimizer, entries: Iterable[Any]) -> list[Piece]:
+    """The rectangles of this rank's optimizer states."""
+    of_parameter = {
+        id(entry.data): entry for entry in entries if isinstance(entry, ShardedTensor | ShardedTensorFactory)
+    }
+    found: list[Piece] = []
+    for part in _parts(optimizer):
+        for parameter, main, run in _held(part):
+            pieces = _pieces(of_parameter[id(parameter)])
+            if run is not None:  # nobody else has these elements of the parameter
+                first = is_main_replica((*of_parameter[id(parameter)].replica_id[:-1], 0))
+                pieces = [replace(piece, mine=first) for piece in pieces]
+            states = {
+                k: v for k, v in part.optimizer.state[main].items() if torch.is_tensor(v) and v.numel() == main.numel()
+            }
+            states.pop(_STEP, None)
+            if main.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
+                states["fp32_param"] = main
+            for name, state in states.items():
+                prefix = f"optimizer.state.{name}."
+                found += _cut(pieces, state.detach(), prefix, run if run is not None else (0, parameter.numel()))
     return found
 
 
-def _named(chunks: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Module]]:
-    """As Megatron-LM names them."""
-    return [("model" if len(chunks) == 1 else f"model{number}", chunk) for number, chunk in enumerate(chunks)]
+def _held(part: Any) -> Iterable[tuple[Tensor, Tensor, tuple[int, int] | None]]:
+    """Of a Megatron optimizer: each parameter, what the optimizer holds of it (its master weights, or itself), and which run of
+    its elements that is; None: all of them, on every rank that has the parameter."""
+    if hasattr(part, "gbuf_ranges"):  # distributed
+        for buffer in part.gbuf_ranges:
+            for bucket in (bucket for buckets in buffer.values() for bucket in buckets):
+                for parameter, ranges in bucket["param_map"].items():
+                    group, order = part.model_param_group_index_map[parameter]
+                    main = part.optimizer.param_groups[group]["params"][order]
+                    yield parameter, main, (ranges["param"].start, ranges["param"].end)
+    elif hasattr(part, "float16_groups"):
+        for models, mains in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
+            yield from ((model, main, None) for model, main in zip(models, mains, strict=True))
+        for models in part.fp32_from_fp32_groups:
+            yield from ((model, model, None) for model in models)
+    else:
+        for group in part.optimizer.param_groups:
+            yield from ((model, model, None) for model in group["params"])
 
 
-def _state(chunks: Sequence[torch.nn.Module], optimizer: Optimizer | None, *, loading: bool) -> dict[str, Any]:
-    state: dict[str, Any] = {name: unwrap(chunk).sharded_state_dict() for name, chunk in _named(chunks)}
+def _cut(pieces: Iterable[Piece], state: Tensor, prefix: str, run: tuple[int, int]) -> list[Piece]:
+    """A run of a parameter's elements as rectangles: of each of its pieces whole rows, and parts of the first and the last."""
+    flat, found, before = state.view(-1), [], 0
+    for piece in pieces:
+        count, width = piece.data.numel(), math.prod(piece.data.shape[1:])
+        start, stop = (min(max(bound - before, 0), count) for bound in run)
+        rows = sorted({start, min(-(-start // width) * width, stop), max(stop // width * width, start), stop})
+        for a, b in pairwise(rows):
+            values = flat[a + before - run[0] : b + before - run[0]]
+            shape, offset = _rectangle(piece.data.shape, width, a, b)
+            lead = piece.leading
+            offsets = (*piece.offsets[:lead], *(o + d for o, d in zip(piece.offsets[lead:], offset, strict=True)))
+            found.append(replace(piece, key=prefix + piece.key, data=values.view(shape), offsets=offsets))
+        before += count
+    return found
+
+
+def _rectangle(whole: Shape, width: int, start: int, stop: int) -> tuple[Shape, Shape]:
+    """Shape and place of elements `start` to `stop`: of whole rows, or within one."""
+    if len(whole) < 2:
+        return (stop - start,), (start,)
+    row, column = divmod(start, width)
+    if column or stop - start < width:
+        assert len(whole) == 2, "rows of more than one axis are not cut"
+        return (1, stop - start), (row, column)
+    return ((stop - start) // width, *whole[1:]), (row, *(0 for _ in whole[1:]))
+
+
+def _allocate(inner: Any) -> None:
+    """States of an optimizer that has not made a step yet."""
+    for group in inner.param_groups:
+        for parameter in group["params"]:
+            state = inner.state[parameter]
+            if state:
+                continue
+            if hasattr(inner, "initialize_state"):  # Transformer Engine's
+                inner.initialize_state(parameter, False)
+                continue
+            state[_STEP] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state |= {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+
+
+def _common(optimizer: Optimizer | None, common: Mapping[str, Any]) -> dict[str, Any]:
+    """`checkpoint_version` and `iteration` are what Megatron-LM looks for."""
+    found: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": 0, "common": dict(common)}
     if optimizer is not None:
-        models = dict(state)
-        # A single model's is looked through directly, several by their names.
-        models = next(iter(models.values())) if len(models) == 1 else models
-        state["optimizer"] = optimizer.inner.sharded_state_dict(models, is_loading=loading, metadata=dict(_OPTIMIZER))
-        state["schedule"] = optimizer.schedule.state_dict()
-    return state
+        found["optimizer"] = {_STEP: max([_steps(part.optimizer) for part in _parts(optimizer)], default=0)}
+        found["schedule"] = optimizer.schedule.state_dict()
+    return found
 
 
-class _Saving(SaveShardedStrategy):
-    """Every rank writes what it answers for into one file."""
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        return True
-
-    def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
-        folder, rank = Path(checkpoint_dir), dist.get_rank()
-        problem = None
-        records: list[dict[str, Any]] = []
-        try:
-            with ChunkFile(folder / f"__{rank}_0.distcp") as file:
-                for item in nested_values(sharded_state_dict):
-                    if is_main_replica(item.replica_id):
-                        _write(file, item)
-                file.sync()
-                records = file.records
-        except OSError as error:
-            problem = f"{folder} could not be written: {error.strerror or error}."
-        _agree(problem, RunError)
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, records)
-        if rank == 0:
-            write_metadata(folder, [record for one in everyone for record in one])
+def _steps(inner: Any) -> int:
+    """Updates that an optimizer has made."""
+    counts = [group[_STEP] for group in inner.param_groups if _STEP in group]
+    counts += [state[_STEP] for state in inner.state.values() if _STEP in state]
+    return max((int(count) for count in counts), default=0)
 
 
-def _write(file: ChunkFile, item: ShardedTensor | ShardedObject) -> None:
-    if isinstance(item, ShardedObject):
-        file.write_object(item.unique_key, [item.data])
-        return
-    tensor = item.data.detach().to("cpu")
-    file.write(
-        item.key, tensor.view(*(1,) * item.prepend_axis_num, *item.local_shape), item.global_offset, item.global_shape
-    )
+def _restore(optimizer: Optimizer, found: Mapping[str, Any], folder: Path) -> None:
+    """Counts of steps, and the schedule."""
+    try:
+        step, schedule = found["optimizer"][_STEP], found["schedule"]
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{folder} holds no optimizer that megarl saved: it lacks {error}.") from error
+    for part in _parts(optimizer):
+        for group in part.optimizer.param_groups:
+            if _STEP in group:
+                group[_STEP] = step
+        for state in part.optimizer.state.values():
+            if _STEP in state:
+                state[_STEP].fill_(step)
+    optimizer.schedule.load_state_dict(schedule)
 
 
-class _Reading:
-    """What Megatron asks of whoever reads."""
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        return True
-
-    def check_backend_compatibility(self, loaded_backend: Any) -> None:
-        pass
-
-    def check_version_compatibility(self, loaded_version: Any) -> None:
-        pass
+# -- disk
 
 
-class _Loading(_Reading, LoadShardedStrategy):
-    """Every rank reads its own regions."""
-
-    def load(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> Any:
-        reader = DistReader(checkpoint_dir)
-        problems = [fault for item in nested_values(sharded_state_dict) if (fault := _misfit(reader, item))]
-        if problems:
-            more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-            raise UserError(f"{checkpoint_dir} is no checkpoint of this model: {'; '.join(problems[:3])}{more}.")
-        return dict_list_map_outplace(lambda item: _read(reader, item), sharded_state_dict)
-
-    def load_tensors_metadata(self, checkpoint_dir: str | Path) -> dict[str, ShardedTensor]:
-        stored = DistReader(checkpoint_dir).tensors
-        return {
-            key: ShardedTensor.from_rank_offsets(
-                key, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-            ).without_data()
-            for key, tensor in stored.items()
-        }
-
-    def load_sharded_metadata(self, checkpoint_dir: str | Path) -> dict[str, Any]:
-        objects = DistReader(checkpoint_dir).objects
-        return {key: ShardedObject.empty_from_unique_key(key) for key in objects} | self.load_tensors_metadata(
-            checkpoint_dir
-        )
+def _write(path: Path, chunks: Sequence[torch.nn.Module], optimizer: Optimizer | None) -> list[dict[str, Any]]:
+    """This rank's file. Answers with what the metadata needs of it."""
+    entries = _entries(chunks)
+    pieces = [piece for entry in entries for piece in _pieces(entry)]
+    if optimizer is not None:
+        pieces += _state_pieces(optimizer, entries)
+    with ChunkFile(path) as file:
+        for piece in pieces:
+            if piece.mine:
+                file.write(piece.key, piece.data.to("cpu").reshape(piece.sizes), piece.offsets, piece.shape)
+        for entry in entries:
+            if isinstance(entry, ShardedObject) and is_main_replica(entry.replica_id):
+                file.write_object(entry.unique_key, [entry.data])
+        file.sync()
+    return file.records
 
 
-class _Common(_Reading, LoadCommonStrategy):
-    def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
-        return DistReader(checkpoint_dir).read_common()
-
-    def load_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: str | Path) -> Any:
-        raise NotImplementedError("objects are read with the tensors")
-
-
-def _misfit(reader: DistReader, item: ShardedTensor | ShardedObject) -> str | None:
-    if isinstance(item, ShardedObject):
-        return None if item.unique_key in reader.objects else f"it lacks {item.unique_key}"
-    if item.key not in reader.tensors:
-        return f"it lacks {item.key}"
-    shape = reader.tensors[item.key].shape
-    if shape == tuple(item.global_shape) or item.allow_shape_mismatch:
-        return None
-    return f"{item.key} has shape {shape}, not {tuple(item.global_shape)}"
+def _misfit(reader: DistReader, piece: Piece) -> str | None:
+    stored = reader.tensors.get(piece.key)
+    if stored is None:
+        return f"it lacks {piece.key}"
+    shape, wanted, axis = stored.shape, piece.shape, piece.leading
+    if piece.padded and len(shape) == len(wanted):
+        shape, wanted = shape[:axis] + shape[axis + 1 :], wanted[:axis] + wanted[axis + 1 :]
+    return None if shape == wanted else f"{piece.key} has shape {stored.shape}, not {piece.shape}"
 
 
-def _read(reader: DistReader, item: ShardedTensor | ShardedObject) -> Any:
-    if isinstance(item, ShardedObject):
-        return reader.read_object(item.unique_key)[0]
-    if item.data is None:
-        item.init_data(torch.device("cpu"))
-    out = item.data.detach()
-    region = [
-        slice(offset, offset + size)
-        for offset, size in zip(item.global_offset, (1,) * item.prepend_axis_num + tuple(item.local_shape), strict=True)
-    ]
-    stored = reader.tensors[item.key].shape
-    if item.allow_shape_mismatch:  # a vocabulary, padded for another layout
-        out.zero_()
-        axis = item.prepend_axis_num
-        region[axis] = slice(region[axis].start, min(region[axis].stop, stored[axis]))
-        out = out[: max(0, region[axis].stop - region[axis].start)]
+def _read(reader: DistReader, piece: Piece) -> None:
+    out = piece.data
+    region = [slice(offset, offset + size) for offset, size in zip(piece.offsets, piece.sizes, strict=True)]
+    if piece.padded:
+        axis = piece.leading
+        end = max(region[axis].start, min(region[axis].stop, reader.tensors[piece.key].shape[axis]))
+        region[axis] = slice(region[axis].start, end)
+        out[end - region[axis].start :].zero_()
+        out = out[: end - region[axis].start]
     if out.numel():
-        reader.read(item.key, tuple(region), out)
-    return item.data
+        reader.read(piece.key, tuple(region), out)
+
+
+def _demand_whole(records: Iterable[Mapping[str, Any]]) -> None:
+    """Raises ValueError unless the ranks together wrote as many elements of every tensor as it has."""
+    left: dict[str, int] = {}
+    for record in records:
+        if "shape" in record:
+            left.setdefault(record["key"], math.prod(record["shape"]))
+            left[record["key"]] -= math.prod(record["sizes"])
+    if wrong := [key for key, count in left.items() if count]:
+        raise ValueError(f"no rank, or more than one, wrote all of {wrong[:3]}")
 
 
 def _emptied(folder: Path, aside: Path) -> str | None:
@@ -222,6 +328,19 @@ def _emptied(folder: Path, aside: Path) -> str | None:
     except OSError as error:
         return f"{folder} cannot be made: {error.strerror or error}."
     return None
+
+
+def _everyones(work: Callable[[], list[Any] | None], folder: Path) -> list[Any]:
+    """All ranks' answers, one after another. Raises RunError on each of them where the disk failed one."""
+    problem, answer = None, None
+    try:
+        answer = work()
+    except OSError as error:
+        problem = f"{folder} could not be written: {error.strerror or error}."
+    _agree(problem, RunError)
+    answers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, answer)
+    return [item for one in answers for item in one or ()]
 
 
 def _agree(problem: str | None, kind: type[UserError] | type[RunError]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,7 +39,6 @@ def _run(rank: int, world: int, job: Job) -> list[str]:
     from megarl.bridge.model_map import ModelMap
     from megarl.megatron import dist_checkpoint, model
 
-    dist_checkpointing = dist_checkpoint.dist_checkpointing
     with joined(rank, world, job.layout, job.port) as place:
         map_ = ModelMap.from_hf(job.hf, stored_head(job.hf))
         settings = {"dtype": job.dtype, "sequence": job.layout.sequence, "stage_layers": job.layout.stage_layers}
@@ -46,10 +46,12 @@ def _run(rank: int, world: int, job: Job) -> list[str]:
         model.load_hf(chunks, map_, Path(job.hf), place)
         want = {parameter.name: tensor.detach().clone() for parameter, tensor in model.parameters_of(chunks, map_)}
 
+        dist_checkpointing = importlib.import_module("megatron.core.dist_checkpointing")  # not before megarl.megatron
+
         def load_by_megatron() -> None:
-            state = {name: model.unwrap(chunk).sharded_state_dict() for name, chunk in dist_checkpoint._named(chunks)}
+            state = {name: model.unwrap(chunk).sharded_state_dict() for name, chunk in named(chunks)}
             loaded = dist_checkpointing.load(state, job.checkpoint)
-            for name, chunk in dist_checkpoint._named(chunks):
+            for name, chunk in named(chunks):
                 model.unwrap(chunk).load_state_dict(loaded[name])
 
         faults: list[str] = []
@@ -71,10 +73,15 @@ def _run(rank: int, world: int, job: Job) -> list[str]:
             if rank == 0:
                 Path(job.theirs).mkdir()
             torch.distributed.barrier()
-            state = {name: model.unwrap(chunk).sharded_state_dict() for name, chunk in dist_checkpoint._named(chunks)}
+            state = {name: model.unwrap(chunk).sharded_state_dict() for name, chunk in named(chunks)}
             with _may_fork():
                 dist_checkpointing.save(state, job.theirs)
         return faults
+
+
+def named(chunks: list[Any]) -> list[tuple[str, Any]]:
+    """As Megatron-LM names the parts of a model."""
+    return [("model" if len(chunks) == 1 else f"model{number}", chunk) for number, chunk in enumerate(chunks)]
 
 
 @contextmanager

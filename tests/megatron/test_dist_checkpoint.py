@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from megarl.bridge.torch_dist import DistReader
 from megarl.convert.hf_to_megatron import hf_to_megatron
 from megarl.convert.megatron_to_hf import megatron_to_hf
 from megarl.convert.verify import verify
 from megarl.models.heads import make_tiny_reward
 from megarl.models.tiny import RECIPES, make_tiny
 from tests.distributed import free_port, run_ranks
+from tests.megatron import resume_jobs
 from tests.megatron.checkpoint_jobs import Job, run_jobs
 from tests.megatron.harness import Layout
 
@@ -64,3 +68,53 @@ def round_trip(folder: Path, layout: Layout, tmp_path: Path) -> None:
         assert verify(folder, saved, config=folder, show=False).differences == []
         back = megatron_to_hf(saved, tmp_path / f"{saved.name}-hf", config=folder, show=False)
         assert (back / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+
+
+RESUMED = {
+    "qwen3: dp2, to tp2": ("qwen3", Layout(data=2), Layout(tensor=2)),
+    "qwen3: tp2, to pp2": ("qwen3", Layout(tensor=2), Layout(pipeline=2)),
+    "qwen3: plain optimizer, to dp2 plain": ("qwen3", Layout(distributed=False), Layout(data=2, distributed=False)),
+    "qwen2-untied: pp2 vpp2, to dp2": ("qwen2-untied", Layout(pipeline=2, virtual=2), Layout(data=2)),
+    "qwen3-moe: ep2, to tp2": ("qwen3-moe", Layout(data=2, expert=2), EXPERTS["tp2 sp"]),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case == "qwen3: dp2, to tp2" else pytest.mark.slow) for case in RESUMED]
+)
+def test_training_goes_on_as_if_it_had_not_stopped(case: str, tmp_path: Path) -> None:
+    family, layout, other = RESUMED[case]
+    folder = make_tiny(family, tmp_path / "hf")
+
+    def run(name: str, on: Layout, first: int, last: int, start: str | None = None) -> Any:
+        start = None if start is None else str(tmp_path / start)
+        job = resume_jobs.Job(on, str(folder), free_port(), first, last, start, str(tmp_path / name))
+        return run_ranks(on.world, resume_jobs.run_jobs, [job])[0][0]
+
+    run("straight", layout, 0, 4)
+    run("half", layout, 0, 2)
+    assert run("resumed", layout, 2, 4, "half") == {"step": 2, "name": "a run"}
+    run("elsewhere", other, 2, 4, "half")
+    assert furthest(tmp_path / "straight", tmp_path / "resumed") == (0.0, 0.0)
+    weights, states = furthest(tmp_path / "straight", tmp_path / "elsewhere")
+    assert weights < 1e-5
+    assert states < 1e-5
+    assert furthest(tmp_path / "straight", tmp_path / "half")[0] > 1e-3
+
+
+def furthest(first: Path, second: Path) -> tuple[float, float]:
+    """Largest distance of two checkpoints' parameters, and of their optimizer states, relative to each tensor's largest element."""
+    a, b = DistReader(first), DistReader(second)
+    assert a.tensors.keys() == b.tensors.keys()
+    worst = [0.0, 0.0]
+    for key, stored in a.tensors.items():
+        assert stored.shape == b.tensors[key].shape or "vocab" in key or "embed" in key or "output_layer" in key
+        region = tuple(slice(0, min(pair)) for pair in zip(stored.shape, b.tensors[key].shape, strict=True))
+        one, other = (torch.empty([s.stop for s in region], dtype=stored.dtype) for _ in range(2))
+        a.read(key, region, one)
+        b.read(key, region, other)
+        distance = float((one - other).abs().max() / one.abs().max().clamp_min(1e-12))
+        of = int(key.startswith("optimizer."))
+        worst[of] = max(worst[of], distance)
+    assert any(key.startswith("optimizer.") for key in a.tensors)
+    return worst[0], worst[1]
