@@ -200,7 +200,7 @@ def starved(rank: int, world: int, port: int, megabytes: int, recompute: str, re
     hard = allow(megabytes)
     assert room() <= megabytes << 20
     try:
-        while len(told) < 4:
+        while len(told) < 8:
             try:
                 return told, one.train(batch, Objective(), totals)["sum/loss"]
             except RunError as error:
@@ -212,6 +212,7 @@ def starved(rank: int, world: int, port: int, megabytes: int, recompute: str, re
         return told, 0.0
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+        parallel.stop()
 
 
 def allow(megabytes: int) -> int:
