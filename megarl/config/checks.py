@@ -21,6 +21,9 @@ from megarl.errors import ConfigError
 RANGES = {
     "run.steps": "[1,",
     "run.seed": "[0,4294967295]",  # what numpy, and so SGLang, takes
+    "run.max_restarts": "[0,",
+    "checkpoint.every": "[0,",
+    "checkpoint.keep": "[1,",
     "data.prompts_per_step": "[1,",
     "data.max_prompt_tokens": "[1,",
     "data.train.size": "[1,",

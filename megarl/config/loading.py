@@ -266,8 +266,8 @@ def _fits(section: type, inner: type | None, key: str, hint: Any, value: Any) ->
 
 
 def _unfold_boolean(hint: Any, value: Any) -> Any:
-    """YAML reads a bare `off` as false; where `off` is one of the choices, that is what was meant."""
-    if value is False and get_origin(hint) is Literal and "off" in get_args(hint):
+    """YAML reads a bare `off` as false; where `off` is one of the choices, or a text is wanted, that is what was meant."""
+    if value is False and (hint is str or (get_origin(hint) is Literal and "off" in get_args(hint))):
         return "off"
     return value
 

@@ -20,6 +20,10 @@ class RunConfig:
     root: str = "runs"  # run folders are made under here, as NAME-YYYYmmdd-HHMMSS
     steps: int = 100  # optimisation steps
     seed: int = 1  # of prompts' order and of sampling
+    resume: str = (
+        "off"  # auto: go on with the newest unfinished run of this name that has a checkpoint; or the path of a run
+    )
+    max_restarts: int = 0  # times a run that failed goes on from its last checkpoint by itself
 
 
 @dataclass
@@ -282,6 +286,12 @@ class ExportConfig:
 
 
 @dataclass
+class CheckpointConfig:
+    every: int = 0  # steps between checkpoints, and one after the last step; 0: none
+    keep: int = 2  # newest checkpoints that are kept, of which each holds the optimizer's states
+
+
+@dataclass
 class ClusterConfig:
     address: str | None = None  # an existing Ray cluster; None: start one on this machine and stop it at the end
     port: int | None = None  # port of the Ray head that is started; None: a free one
@@ -304,6 +314,7 @@ class Config:
     reshard: ReshardConfig = field(default_factory=ReshardConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 

@@ -20,7 +20,8 @@ from megarl.bridge.model_map import ModelMap
 from megarl.config import Config
 from megarl.config.paths import path_fault, user_path
 from megarl.config.schema import ShapingConfig
-from megarl.controller import role_checks
+from megarl.controller import checkpoint, role_checks
+from megarl.controller.checkpoint import Checkpoint
 from megarl.controller.record import check_recording
 from megarl.errors import ConfigError, UserError
 from megarl.roles.models import Models
@@ -44,6 +45,7 @@ class Prepared:
     tokenizer: PreTrainedTokenizerBase
     sources: Sources
     models: Models  # of every role
+    resume: Checkpoint | None = None  # what the run goes on from
 
 
 def preflight(cfg: Config) -> Prepared:
@@ -73,6 +75,7 @@ class _Check:
         self.tokenizer: PreTrainedTokenizerBase | None = None
         self.sources: Sources | None = None
         self.models: Models | None = None
+        self.resume: Checkpoint | None = None
 
     def finish(self) -> Prepared:
         self._add(config.problems(self.cfg))
@@ -82,12 +85,13 @@ class _Check:
         self._data()
         self._add(_optimizers(self.cfg))
         self._add(_machine(self.cfg, self.model))
+        self._resume()
         if self.model is not None and not self.found:  # sizes that are wrong in themselves need no memory
             self._add(memory(self.cfg, self.model, _gpu_bytes()))
         if self.found:
             raise ConfigError(list(dict.fromkeys(self.found)))
         assert self.folder and self.model and self.tokenizer and self.sources and self.models
-        return Prepared(self.folder, self.model, self.tokenizer, self.sources, self.models)
+        return Prepared(self.folder, self.model, self.tokenizer, self.sources, self.models, self.resume)
 
     def _add(self, problems: Collection[str] | Iterator[str]) -> None:
         self.found += [problem for problem in problems if not any(key in problem for key in self.unread)]
@@ -113,6 +117,14 @@ class _Check:
             found = role_checks.find(self.cfg, self.folder, self.model, self.tokenizer)
             self.models = found.models
             self._add(found.problems)
+
+    def _resume(self) -> None:
+        try:
+            self.resume = checkpoint.find(self.cfg)
+        except UserError as error:
+            self._add([f"run.resume={self.cfg.run.resume}: {error}"])
+        else:
+            self._add(checkpoint.problems(self.resume, self.cfg) if self.resume else [])
 
     def _names(self) -> None:
         cfg = self.cfg

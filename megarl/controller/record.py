@@ -12,19 +12,18 @@ from typing import Any
 
 from megarl.batch import Sample
 from megarl.errors import UserError
-from megarl.observe.files import Appender, writing
+from megarl.observe.files import Appender, cut_after, writing
 
 _NAMES = frozenset(field.name for field in fields(Sample))
 
 
 class Recorder:
-    """Appends every step's samples to a file, made anew."""
+    """Appends every step's samples to a file, made anew, or keeping what it holds of steps up to `steps`."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, steps: int = 0):
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            if path.is_file():
-                path.unlink()
+        cut_after(path, steps)
         self._file = Appender(path)
 
     def add(self, step: int, samples: Sequence[Sample]) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from megarl.batch import Batch, Prompt, Sample
 from megarl.config.paths import user_path
@@ -25,6 +25,11 @@ class Rollout(Protocol):
         """The samples of one step, a prompt's samples next to each other."""
 
     def close(self) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a later process needs to go on with the next step; plain values."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,9 @@ class Generated:
         min_p: float = 0.0,
         stop: Sequence[str] = (),
         stop_token_ids: Sequence[int] = (),
+        recorded: int = 0,
     ):
+        """`recorded`: steps whose record, which an interrupted run has written, stays."""
         self._engines = engines
         self._selection = selection
         self._sampling = Sampling(
@@ -105,15 +112,16 @@ class Generated:
             stop=tuple(stop),
             stop_token_ids=tuple(stop_token_ids),
         )
-        self._recorder = Recorder(user_path(config.record)) if config.record else None
+        self._recorder = Recorder(user_path(config.record), recorded) if config.record else None
         self._resumed: deque[Group] = deque()
         self._new: deque[Group] = deque()
         self._over: list[_Counted] = []  # counted in an earlier step, and not wanted there any more
-        self._begun = 0
+        self._begun = self._steps = 0
 
     def collect(self, prompts: Sequence[Prompt], step: int) -> Batch:
         """As many groups as there are prompts, in the order in which they were begun."""
         state = _Step(step, len(prompts))
+        self._steps += 1
         self._begin(prompts, state)
         state.counted, self._over = self._over[: state.wanted], self._over[state.wanted :]
         if state.missing:
@@ -131,6 +139,26 @@ class Generated:
     def close(self) -> None:
         if self._recorder is not None:
             self._recorder.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "resumed": [group.state_dict() for group in self._resumed],
+            "new": [group.state_dict() for group in self._new],
+            "over": [{"order": c.order, "samples": [asdict(sample) for sample in c.samples]} for c in self._over],
+            "begun": self._begun,
+            "steps": self._steps,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._steps, self._begun = state["steps"], state.get("begun", 0)  # a run that was replayed has begun none
+        self._resumed, self._new = (deque(map(Group.of, state.get(name, ()))) for name in ("resumed", "new"))
+        self._over = []
+        for counted in state.get("over", ()):
+            samples = [Sample(**sample) for sample in counted["samples"]]
+            batch = Batch.from_samples(samples)
+            if self._selection.score is not None:
+                batch = batch.union(self._selection.score(batch))
+            self._over.append(_Counted(counted["order"], samples, batch))
 
     def _begin(self, prompts: Sequence[Prompt], state: _Step) -> None:
         groups = begin(prompts, self._sampling.n, f"@{state.number}", self._begun, state.seen)
@@ -204,13 +232,23 @@ class Replayed:
 
     def __init__(self, path: Path):
         self._path = path
-        self._steps = read_steps(path)
+        self._recorded = read_steps(path)
+        self._steps = 0
 
     def collect(self, prompts: Sequence[Prompt], step: int) -> Batch:
-        samples = next(self._steps, None)
+        samples = next(self._recorded, None)
         if samples is None:
             raise RunError(f"rollout.replay: {self._path} holds no samples for step {step}; record a longer run")
+        self._steps += 1
         return Batch.from_samples(samples)
 
     def close(self) -> None:
-        self._steps.close()
+        self._recorded.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self._steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._steps = state["steps"]
+        for _ in range(self._steps):
+            next(self._recorded, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from megarl import config as configuration
@@ -11,6 +12,7 @@ from megarl.algorithms import advantage
 from megarl.bridge.hf_config import read_config
 from megarl.config import Config
 from megarl.config.paths import user_path
+from megarl.controller import checkpoint
 from megarl.controller.baseline import GreedyBaseline, NoBaseline
 from megarl.controller.cluster import cluster
 from megarl.controller.engines import EngineGroup
@@ -29,11 +31,13 @@ from megarl.controller.roles import (
     RewardModel,
 )
 from megarl.controller.rollout import Generated, GroupSelection, Replayed, Rollout
+from megarl.controller.saving import Saving
 from megarl.controller.selection import Bypassed, Scored, Selection, unequal
 from megarl.controller.shaping import Shaping
 from megarl.controller.sync import WeightSync
 from megarl.controller.trainer import Trainer
 from megarl.controller.workers import WorkerGroup
+from megarl.errors import RunError
 from megarl.observe.observer import Observer
 from megarl.reshard.colocated import Colocated
 from megarl.rewards import Rewarder
@@ -41,24 +45,40 @@ from megarl.rewards import Rewarder
 
 def run(cfg: Config, prepared: Prepared) -> int:
     """Train as the configuration says; the exit code. Raises RunError where the run cannot go on."""
-    with _Signals() as signals, ExitStack() as stack:
-        try:
-            _run(cfg, prepared, stack, signals)
-        finally:
-            signals.hold()
+    with _Signals() as signals:
+        for restarts in range(cfg.run.max_restarts + 1):
+            with ExitStack() as stack:
+                observer = stack.enter_context(_observer(cfg, prepared))
+                try:
+                    _run(cfg, prepared, observer, stack, signals)
+                    break
+                except RunError as error:
+                    newest = checkpoint.newest(observer.folder.path)
+                    if newest is None or restarts == cfg.run.max_restarts:
+                        raise
+                    again = f"{restarts + 1} of run.max_restarts={cfg.run.max_restarts}"
+                    observer.note(f"the run failed and goes on from step {newest.step} ({again}): {error}")
+                    prepared = replace(prepared, resume=newest)
+                finally:
+                    signals.hold()
+            signals.listen()
     return 0
 
 
-def _run(cfg: Config, prepared: Prepared, stack: ExitStack, signals: _Signals) -> None:
-    observer = stack.enter_context(Observer(cfg, configuration.dump(cfg)))
+def _observer(cfg: Config, prepared: Prepared) -> Observer:
+    resume = prepared.resume
+    return Observer(cfg, configuration.dump(cfg), resumed=(resume.run, resume.step) if resume else None)
+
+
+def _run(cfg: Config, prepared: Prepared, observer: Observer, stack: ExitStack, signals: _Signals) -> None:
     for note in (*prepared.sources.notes, *notes(cfg)):
         observer.note(note)
     places: list[tuple[str, Path | str]] = []
     with observer.stage("start Ray"):
         stack.enter_context(cluster(cfg.cluster, observer.folder.path / "logs"))
         signals.listen()  # Ray puts a handler of its own for SIGTERM, which ends in a crash report
-    trainer, evaluation = _build(cfg, prepared, observer, stack)
-    _loop(cfg, trainer, evaluation, observer)
+    trainer, evaluation, saving = _build(cfg, prepared, observer, stack)
+    _loop(cfg, trainer, evaluation, saving, observer, signals)
     if cfg.export.hf:
         with observer.stage("export"):
             places.append(("the model", export_hf(cfg, prepared, trainer.sync, observer.folder.path / "model")))
@@ -68,8 +88,9 @@ def _run(cfg: Config, prepared: Prepared, stack: ExitStack, signals: _Signals) -
     observer.finish(places)
 
 
-def _build(cfg: Config, prepared: Prepared, observer: Observer, stack: ExitStack) -> tuple[Trainer, Evaluation]:
-    """Start the engine and the ranks beside each other and give the engine the trainer's weights."""
+def _build(cfg: Config, prepared: Prepared, observer: Observer, stack: ExitStack) -> tuple[Trainer, Evaluation, Saving]:
+    """Start the engine and the ranks beside each other, go back to where a run that goes on was, and give the engine the trainer's
+    weights."""
     r = cfg.rollout
     engines = EngineGroup(
         cfg,
@@ -104,7 +125,8 @@ def _build(cfg: Config, prepared: Prepared, observer: Observer, stack: ExitStack
     reward_model = (
         RewardModel(groups.get("reward_model", actor), cfg.reward_model) if cfg.reward_model else NoRewardModel()
     )
-    rollout = _rollout(cfg, prepared, engines, rewards)
+    start = prepared.resume.step if prepared.resume else 0
+    rollout = _rollout(cfg, prepared, engines, rewards, start)
     stack.callback(rollout.close)
     trainer = Trainer(
         prompts=prepared.sources.train,
@@ -127,9 +149,13 @@ def _build(cfg: Config, prepared: Prepared, observer: Observer, stack: ExitStack
         sync=sync,
         stage=observer.stage,
     )
+    saving = Saving(cfg, trainer, groups, observer)
+    if prepared.resume is not None:
+        with observer.stage("read the checkpoint"):
+            saving.restore(prepared.resume)
     with observer.stage("first weight sync"):
-        sync.push(0)
-    return trainer, Evaluation(prepared.sources.eval, engines, rewards, cfg)
+        sync.push(start)
+    return trainer, Evaluation(prepared.sources.eval, engines, rewards, cfg), saving
 
 
 def _groups(cfg: Config, prepared: Prepared) -> dict[str, WorkerGroup]:
@@ -145,7 +171,7 @@ def _groups(cfg: Config, prepared: Prepared) -> dict[str, WorkerGroup]:
     return groups
 
 
-def _rollout(cfg: Config, prepared: Prepared, engines: EngineGroup, rewards: Rewarder) -> Rollout:
+def _rollout(cfg: Config, prepared: Prepared, engines: EngineGroup, rewards: Rewarder, start: int) -> Rollout:
     r = cfg.rollout
     if r.replay:
         return Replayed(user_path(r.replay))
@@ -157,30 +183,43 @@ def _rollout(cfg: Config, prepared: Prepared, engines: EngineGroup, rewards: Rew
         unfinished=r.unfinished,
         limit=r.filter_limit,
     )
-    return Generated(engines, r, selection=groups, min_p=r.min_p, stop=r.stop, stop_token_ids=r.stop_token_ids)
+    ends = {"stop": r.stop, "stop_token_ids": r.stop_token_ids}
+    return Generated(engines, r, selection=groups, min_p=r.min_p, recorded=start, **ends)
 
 
-def _loop(cfg: Config, trainer: Trainer, evaluation: Evaluation, observer: Observer) -> None:
+def _loop(
+    cfg: Config, trainer: Trainer, evaluation: Evaluation, saving: Saving, observer: Observer, signals: _Signals
+) -> None:
     def evaluate(step: int) -> None:
         if evaluation.due(step):
             with observer.stage("evaluate"):
                 metrics, batch = evaluation.run(step)
             observer.evaluated(step, metrics, batch)
 
-    evaluate(0)
-    for number in range(1, cfg.run.steps + 1):
+    if saving.step == 0:
+        evaluate(0)
+    if cfg.checkpoint.every:
+        signals.wait_for_the_step()
+    for number in range(saving.step + 1, cfg.run.steps + 1):
         batch, metrics = trainer.step(number)
         with observer.stage("log"):
             observer.step(number, metrics, batch)
             for note in trainer.skipped(number, metrics):
                 observer.note(note)
         evaluate(number)
+        if signals.asked or saving.due(number):
+            saving.save(number)
+        if signals.asked:
+            observer.note(f"told to end (SIGTERM) after step {number}; run.resume=auto goes on from there")
+            raise KeyboardInterrupt
 
 
 class _Signals:
-    """SIGTERM ends a run like Ctrl-C does: in order. While the run is taken down, which is soon done, both are held off."""
+    """SIGTERM ends a run like Ctrl-C does: in order. While the run is taken down, which is soon done, both are held off. A run with
+    checkpoints finishes its step first (`asked`); a second SIGTERM does not wait."""
 
     _NUMBERS = (signal.SIGINT, signal.SIGTERM)
+    asked = False
 
     def __enter__(self) -> _Signals:
         self._before = [signal.getsignal(number) for number in self._NUMBERS]
@@ -190,6 +229,13 @@ class _Signals:
     def listen(self) -> None:
         for number in self._NUMBERS:
             signal.signal(number, signal.default_int_handler)
+
+    def wait_for_the_step(self) -> None:
+        def note(*_: object) -> None:
+            self.asked = True
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+        signal.signal(signal.SIGTERM, note)
 
     def hold(self) -> None:
         for number in self._NUMBERS:

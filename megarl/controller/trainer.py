@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from megarl.batch import Batch
 from megarl.controller.baseline import GreedyBaseline, NoBaseline
@@ -59,6 +60,17 @@ class Trainer:
         with self.stage("reshard"):
             report = self.sync.push(number)
         return batch, self.metrics.of(batch, {"critic": critic, "actor": actor}, report, self.stage.collect())
+
+    def state_dict(self) -> dict[str, Any]:
+        """The part of a checkpoint that is no role's; plain values."""
+        return {name: part.state_dict() for name, part in self._stateful().items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, part in self._stateful().items():
+            part.load_state_dict(state[name])
+
+    def _stateful(self) -> dict[str, Any]:
+        return {"prompts": self.prompts, "shaping": self.shaping, "rollout": self.rollout}
 
     def skipped(self, number: int, metrics: Mapping[str, float]) -> Iterator[str]:
         """A sentence for each role whose gradient was not finite, so that nothing was learned from it."""

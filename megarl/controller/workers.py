@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -115,6 +116,17 @@ class WorkerGroup:
 
     def fingerprints(self, names: Sequence[str], dtype: str) -> list[dict[str, int]]:
         return self._all("fingerprints", "fingerprinting weights", list(names), dtype)
+
+    def save(self, folder: Path, role: str) -> dict[str, tuple[int, str]]:
+        """Write a role to a checkpoint; size and digest of its files by path in the folder."""
+        answers = self._all("save", "writing the checkpoint", str(folder), role)
+        return {name: file for answer in answers for name, file in answer.items()}
+
+    def load(self, folder: Path, role: str, files: Mapping[str, tuple[int, str]]) -> bool:
+        """Fill a role from a checkpoint, whatever layout wrote it. Whether what is a rank's alone (random states, float8 histories)
+        came back too."""
+        own = {name: file for name, file in files.items() if name.startswith((f"{role}/", f"ranks/{role}-"))}
+        return all(self._all("load", "reading the checkpoint", str(folder), role, own))
 
     def rest(self) -> dict[str, float]:
         """The engines sample now: roles make room for them, as far as the configuration says. Metrics of what was moved."""

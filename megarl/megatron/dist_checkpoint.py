@@ -249,9 +249,9 @@ def _steps(inner: Any) -> int:
 
 
 def _restore(optimizer: Optimizer, found: Mapping[str, Any], folder: Path) -> None:
-    """Counts of steps, and the schedule."""
+    """Counts of steps. The learning rate follows from the present schedule at the place where the run was."""
     try:
-        step, schedule = found["optimizer"][_STEP], found["schedule"]
+        step, done = found["optimizer"][_STEP], found["schedule"]["num_steps"]
     except (KeyError, TypeError) as error:
         raise UserError(f"{folder} holds no optimizer that megarl saved: it lacks {error}.") from error
     for part in _parts(optimizer):
@@ -261,7 +261,8 @@ def _restore(optimizer: Optimizer, found: Mapping[str, Any], folder: Path) -> No
         for state in part.optimizer.state.values():
             if _STEP in state:
                 state[_STEP].fill_(step)
-    optimizer.schedule.load_state_dict(schedule)
+    optimizer.schedule.num_steps = 0
+    optimizer.schedule.step(int(done))
 
 
 # -- disk

@@ -77,6 +77,27 @@ class JsonLines(Appender):
         self.write((to_json(record) + "\n").encode())
 
 
+def cut_after(path: Path, step: int) -> list[dict[str, Any]]:
+    """Take the lines of later steps, and one that a kill left in two, off a file of JSON objects with a `step`, where there is one.
+    Answers with the objects that stay. RunError if it cannot be written."""
+    kept: list[dict[str, Any]] = []
+    if not path.is_file():
+        return kept
+    with writing(path), path.open("r+b") as file:
+        end = 0
+        for line in file:
+            try:
+                record = json.loads(line)
+                if not line.endswith(b"\n") or record["step"] > step:
+                    break
+            except (ValueError, KeyError, TypeError):
+                break
+            kept.append(record)
+            end += len(line)
+        file.truncate(end)
+    return kept
+
+
 def to_json(value: Any, indent: int | None = None) -> str:
     """Strict JSON of plain values, numpy and torch scalars; anything else becomes its text."""
     return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False, indent=indent)

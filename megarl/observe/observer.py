@@ -35,13 +35,25 @@ class Observer:
     Whatever ends the block, the terminal is given back and summary.json says how the run ended.
     """
 
-    def __init__(self, config: Config, config_text: str, console: Console | None = None):
-        self.folder = RunFolder.create(config.run.root, config.run.name, config_text, config.observe.tensorboard)
-        self.progress = Progress(config.run.steps, live=config.observe.progress, console=console)
+    def __init__(
+        self,
+        config: Config,
+        config_text: str,
+        console: Console | None = None,
+        *,
+        resumed: tuple[Path, int] | None = None,
+    ):
+        """`resumed`: the folder of a run that goes on, and the last step that is behind it."""
+        self._rows: list[dict[str, Any]] = []
+        if resumed is None:
+            self.folder = RunFolder.create(config.run.root, config.run.name, config_text, config.observe.tensorboard)
+        else:
+            self.folder, self._rows = RunFolder.reopen(*resumed, config_text, config.observe.tensorboard)
+        done = resumed[1] if resumed else 0
+        self.progress = Progress(config.run.steps, done=done, live=config.observe.progress, console=console)
         self.stage = Stages(self.progress.stage_changed)
         self._name = config.run.name
         self._samples_every = config.observe.samples_every
-        self._rows: list[dict[str, Any]] = []
         self._finished = False
 
     def __enter__(self) -> Self:
@@ -68,6 +80,10 @@ class Observer:
         accuracy, after = metrics.get("eval/accuracy"), "before the first step" if step == 0 else f"after step {step}"
         if accuracy is not None:
             self.progress.note(f"held out, greedy, {after}: accuracy {accuracy:.3f}", style="bold magenta")
+
+    def saved(self, step: int) -> None:
+        """The checkpoint of a step is whole."""
+        self._add(step, {"time/checkpoint": self.stage.take("checkpoint")})
 
     def note(self, text: str) -> None:
         """A line that stays."""

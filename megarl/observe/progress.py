@@ -35,10 +35,11 @@ def make_console() -> Console:
 class Progress:
     """The display of one run. Without a terminal (or with live=False) it prints plain lines and nothing moves."""
 
-    def __init__(self, steps: int, *, live: bool = True, console: Console | None = None):
+    def __init__(self, steps: int, *, done: int = 0, live: bool = True, console: Console | None = None):
+        """`done`: steps that an earlier process has made."""
         self.console = console or make_console()
         self.steps = steps
-        self.done = 0
+        self._first, self.done = done + 1, done
         self._lines = StepLine(steps, self.console.width)
         self._printed = 0
         self._stage: str | None = None
@@ -81,7 +82,7 @@ class Progress:
         self._printed += 1
         self.console.print(self._lines.line(step, metrics), no_wrap=True, overflow="crop")
         now = time.monotonic()
-        if self.done:  # the first step's duration holds the start of everything
+        if step > self._first:  # the first step's duration holds the start of everything
             self._durations = [*self._durations, now - self._step_begin][-RECENT:]
         self._step_begin, self.done = now, step
         self._before, self._finished = self._finished, {}

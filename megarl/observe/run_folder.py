@@ -14,7 +14,7 @@ from typing import Any
 
 import megarl
 from megarl.errors import UserError
-from megarl.observe.files import JsonLines, to_json, trouble, write_whole
+from megarl.observe.files import JsonLines, cut_after, to_json, trouble, write_whole, writing
 from megarl.observe.tensorboard import TensorBoard
 
 PACKAGES = (
@@ -31,6 +31,7 @@ CONTENTS = (
     ("tensorboard", "the same for TensorBoard"),
     ("config.yaml", "every setting, resolved"),
     ("versions.json", "what it ran with"),
+    ("checkpoints", "where it can go on from"),
 )
 
 
@@ -53,6 +54,22 @@ class RunFolder:
         write_whole(path / "config.yaml", config)
         write_whole(path / "versions.json", to_json(versions(), indent=2) + "\n")
         return cls(path, tensorboard)
+
+    @classmethod
+    def reopen(
+        cls, path: Path, step: int, config: str, tensorboard: bool = True
+    ) -> tuple[RunFolder, list[dict[str, Any]]]:
+        """The folder of a run that goes on after `step`: what it holds of later steps is taken away. Answers with the metrics that
+        stay, too. Settings of before are kept beside the present ones where they differ."""
+        with writing(path):
+            old = path / "config.yaml"
+            if old.is_file() and old.read_text(encoding="utf-8") != config:
+                old.replace(path / f"config.until-step-{step}.yaml")
+        write_whole(path / "config.yaml", config)
+        write_whole(path / "versions.json", to_json(versions(), indent=2) + "\n")
+        rows = cut_after(path / "metrics.jsonl", step)
+        cut_after(path / "samples.jsonl", step)
+        return cls(path, tensorboard), rows
 
     def add_step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """One line of metrics.jsonl and TensorBoard's points of that step."""

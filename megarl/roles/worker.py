@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from megarl.algorithms import Denominators, Objective, advantage
@@ -126,6 +127,20 @@ class Worker:
         """This rank's share of each tensor's fingerprint; the shares of all ranks add up to the whole."""
         with self.roles.looking("actor"):
             return self.writers["actor"].fingerprints(names, dtype)
+
+    def save(self, folder: str, role: str) -> dict[str, tuple[int, str]]:
+        """Write this rank's part of a role to a checkpoint; size and digest of the files it wrote, by path in the folder."""
+        from megarl.roles import saving
+
+        with self.roles.learning(role) as engine:
+            return saving.save(Path(folder), role, engine, self.place)
+
+    def load(self, folder: str, role: str, files: dict[str, tuple[int, str]]) -> bool:
+        """Fill a role from a checkpoint; whether what is a rank's alone came back too."""
+        from megarl.roles import saving
+
+        with self.roles.learning(role) as engine:
+            return saving.load(Path(folder), role, engine, self.place, files)
 
     def rest(self) -> dict[str, float]:
         """The roles make room on the device, as far as the configuration says; what was moved since the last time."""

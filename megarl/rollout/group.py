@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from megarl.batch.sample import Prompt, Sample
 from megarl.rollout.sampling import Answer
@@ -61,6 +62,16 @@ class Group:
         if not self.finished:
             raise ValueError(f"group {self.name!r}: {len(self.unfinished)} of its responses are not finished")
         return [self._sample(response) for response in self.responses]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Group:
+        """The group whose state it is."""
+        responses = [Response(**response) for response in state["responses"]]
+        return cls(Prompt(**state["prompt"]), state["name"], state["order"], responses)
 
     def _sample(self, response: Response) -> Sample:
         return Sample(

@@ -93,11 +93,12 @@ def scored(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
 
 def with_rollouts(batch: Batch, log_probs: torch.Tensor) -> Batch:
     """With advantages and old log-probs: ratios from below the lower to above the upper clip and beyond the dual one, so that every
-    branch of the loss has tokens."""
+    branch of the loss has tokens. Advantages have a mean: else the loss is what is left of terms that cancel, and their rounding is
+    all that a relative difference shows."""
     g = torch.Generator().manual_seed(1)
     drift = torch.randn(len(log_probs), generator=g).mul(0.5)
     drift[::11] += 2.0
-    batch = batch.set("advantages", torch.randn(len(log_probs), generator=g), Level.RESPONSE)
+    batch = batch.set("advantages", torch.randn(len(log_probs), generator=g) + 0.5, Level.RESPONSE)
     return batch.set("old_log_probs", log_probs.detach() - drift, Level.RESPONSE)
 
 

@@ -1,0 +1,50 @@
+"""When a run is saved, and how it goes back to where it was."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megarl.config import Config
+from megarl.controller import checkpoint
+from megarl.controller.checkpoint import Checkpoint, Checkpoints
+from megarl.controller.trainer import Trainer
+from megarl.controller.workers import WorkerGroup
+from megarl.errors import UserError
+from megarl.observe.observer import Observer
+
+
+class Saving:
+    """`step`: the last one that is behind a run when it begins."""
+
+    def __init__(self, config: Config, trainer: Trainer, groups: Mapping[str, WorkerGroup], observer: Observer):
+        self._config, self._trainer, self._observer = config, trainer, observer
+        # Only these learn; each is written by the ranks that host it.
+        self._roles = {
+            name: groups.get(name, groups["actor"]) for name in ("actor", "critic") if name == "actor" or config.critic
+        }
+        self._checkpoints = Checkpoints(observer.folder.path, config.checkpoint.keep)
+        self.step = 0
+
+    def due(self, step: int) -> bool:
+        every = self._config.checkpoint.every
+        return every > 0 and (step % every == 0 or step == self._config.run.steps)
+
+    def save(self, step: int) -> None:
+        with self._observer.stage("checkpoint"):
+            self._checkpoints.save(step, self._config, self._trainer.state_dict(), self._roles)
+        self._observer.saved(step)
+
+    def restore(self, found: Checkpoint) -> None:
+        """Everything as it was after the checkpoint's step. Raises UserError where it is damaged or another model's."""
+        for key, (old, new) in checkpoint.changed(found, self._config).items():
+            self._observer.note(f"{key} was {old!r} and is {new!r} from step {found.step + 1} on")
+        try:
+            same = [group.load(found.folder, role, found.files) for role, group in self._roles.items()]
+        except UserError as error:
+            older = found.older()
+            raise UserError(f"{error}{f' An older one is there: run.resume={older}' if older else ''}") from error
+        if not all(same) and self._config.actor.precision.fp8 == "delayed":
+            self._observer.note("the ranks are other ones than before: float8's histories of magnitudes begin anew")
+        self._trainer.load_state_dict(found.state)
+        self.step = found.step
+        self._observer.note(f"goes on after step {found.step} ({found.folder})")

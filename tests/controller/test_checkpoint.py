@@ -1,0 +1,155 @@
+"""Checkpoints as folders: whole or not there, the newest kept, and one sentence for each way to be damaged."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl import config
+from megarl.config import Config
+from megarl.controller import checkpoint
+from megarl.controller.checkpoint import Checkpoints
+from megarl.errors import RunError, UserError
+
+STATE = {"prompts": {"epoch": 0, "position": 8}}
+
+
+class Role:
+    """Writes one file, as ranks write theirs; `fails` instead."""
+
+    def __init__(self, content: bytes = b"weights", fails: bool = False):
+        self.content, self.fails = content, fails
+
+    def save(self, folder: Path, role: str) -> dict[str, tuple[int, str]]:
+        (folder / role).mkdir()
+        (folder / role / "part").write_bytes(self.content)
+        if self.fails:
+            raise RunError("the disk is full")
+        return {f"{role}/part": (len(self.content), hashlib.sha256(self.content).hexdigest())}
+
+
+def made(**sections: Any) -> Config:
+    return config.load("configs/tiny.yaml", [f"{key.replace('__', '.')}={value}" for key, value in sections.items()])
+
+
+def run_of(folder: Path, steps: int, keep: int = 9, cfg: Config | None = None) -> Path:
+    run = folder / "tiny-20300101-000000"
+    for step in range(1, steps + 1):
+        Checkpoints(run, keep).save(step, cfg or made(), STATE | {"of": step}, {"actor": Role()})
+    return run
+
+
+def test_what_was_saved_is_found_again(tmp_path: Path) -> None:
+    run = run_of(tmp_path, 3)
+    for path in (run, run / "checkpoints" / "step-000003"):
+        found = checkpoint.read(path)
+        assert (found.step, found.state["of"], found.run) == (3, 3, run)
+        assert found.files == {"actor/part": (7, hashlib.sha256(b"weights").hexdigest())}
+    assert checkpoint.read(run / "checkpoints" / "step-000002").older() == run / "checkpoints" / "step-000001"
+    assert list(checkpoint.problems(found, made(run__steps=4))) == []
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    run = run_of(tmp_path, 5, keep=2)
+    names = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert names == ["latest", "step-000004", "step-000005"]
+    assert (run / "checkpoints" / "latest").read_text() == "step-000005\n"
+
+
+def test_one_that_was_not_finished_does_not_count(tmp_path: Path) -> None:
+    run = run_of(tmp_path, 2)
+    with pytest.raises(RunError, match="disk is full"):
+        Checkpoints(run, 9).save(3, made(), STATE, {"actor": Role(fails=True)})
+    assert checkpoint.read(run).step == 2
+    assert (run / "checkpoints" / ".step-000003.unfinished").is_dir()
+    Checkpoints(run, 9).save(3, made(), STATE, {"actor": Role()})
+    assert not list((run / "checkpoints").glob(".*")) and checkpoint.read(run).step == 3
+
+
+def test_what_json_cannot_hold_is_told(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="a problem holds what JSON cannot"):
+        Checkpoints(tmp_path / "run", 1).save(1, made(), {"payload": object()}, {})
+
+
+def damage(folder: Path, how: str) -> None:
+    state = folder / "state.json"
+    if how == "no state":
+        state.unlink()
+    elif how == "half a state":
+        state.write_text(state.read_text()[:40])
+    elif how == "no step":
+        state.write_text(json.dumps({k: v for k, v in json.loads(state.read_text()).items() if k != "step"}))
+    elif how == "no part":
+        (folder / "actor" / "part").unlink()
+    else:
+        (folder / "actor" / "part").write_bytes(b"half")
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("no state", "is no checkpoint of a run"),
+        ("half a state", "state.json is damaged"),
+        ("no step", "state.json is damaged: 'step'"),
+        ("no part", "lacks actor/part"),
+        ("half a part", "holds with another size than was written actor/part"),
+    ],
+)
+def test_a_damaged_one_is_one_sentence_that_offers_another(tmp_path: Path, how: str, said: str) -> None:
+    run = run_of(tmp_path, 2)
+    damage(run / "checkpoints" / "step-000002", how)
+    with pytest.raises(UserError) as error:
+        checkpoint.read(run)
+    assert said in str(error.value) and "\n" not in str(error.value)
+    if how != "no state":
+        assert str(error.value).endswith(f"run.resume={run / 'checkpoints' / 'step-000001'}")
+
+
+def test_auto_takes_the_newest_run_that_is_not_finished(tmp_path: Path) -> None:
+    cfg = made(run__root=tmp_path, run__resume="auto")
+    assert checkpoint.find(cfg) is None
+    run = run_of(tmp_path, 1)
+    (tmp_path / "tiny-20310101-000000").mkdir()  # it wrote none
+    other = tmp_path / "tinyother-20300101-000000"
+    Checkpoints(other, 1).save(7, made(), STATE, {})
+    assert (found := checkpoint.find(cfg)) is not None and found.run == run
+    (run / "summary.json").write_text('{"status": "finished"}')
+    assert checkpoint.find(cfg) is None
+    assert checkpoint.find(made(run__root=tmp_path)) is None
+
+
+def test_a_folder_without_one(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is no checkpoint of a run, nor a run's folder"):
+        checkpoint.find(made(run__resume=tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"run__seed": 7}, "run.seed was 1 in the run"),
+        ({"data__prompts_per_step": 2}, "data.prompts_per_step was 4"),
+        ({"model__path": "tiny-llama"}, 'model.path was "tiny-qwen3"'),
+        ({"critic__head_std": 0.1}, "had no critic, and this one has one"),
+        ({"run__steps": 2}, "is of step 3, and run.steps=2"),
+    ],
+)
+def test_a_change_that_cannot_be_had_is_told(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    found = checkpoint.read(run_of(tmp_path, 3))
+    problems = list(checkpoint.problems(found, made(**{"run__steps": 9, **changes})))
+    assert len(problems) == 1 and said in problems[0]
+
+
+def test_other_changes_are_known(tmp_path: Path) -> None:
+    found = checkpoint.read(run_of(tmp_path, 3))
+    cfg = made(run__steps=9, actor__optimizer__lr=0.5, actor__parallel__tensor=1, run__resume="auto")
+    changed = checkpoint.changed(found, cfg)
+    assert changed == {
+        "run.steps": (2, 9),
+        "actor.optimizer.lr": (1e-4, 0.5),
+        "actor.parallel.tensor": (2, 1),
+    }
+    assert list(checkpoint.problems(found, cfg)) == []
