@@ -1,0 +1,218 @@
+"""Killed and gone on from a checkpoint, a run ends as if nothing had happened: weights to the bit, and every number of every step."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.controller.runs import LEARNABLE, Run
+
+COMMON = (*LEARNABLE, "run.steps=4", "rollout.n=4", "data.eval=null", "observe.progress=false")
+PPO = (*COMMON, "algorithm.advantage=gae", "critic.optimizer.lr=1e-3", "algorithm.shaping.normalize=true")
+PPO = (*PPO, "algorithm.shaping.kl_coefficient=0.05", "algorithm.shaping.kl_target=0.1")
+OTHER_LAYOUTS = {
+    "pp2": ("actor.parallel.tensor=1", "actor.parallel.sequence=false", "actor.parallel.pipeline=2"),
+    "dp2": ("actor.parallel.tensor=1", "actor.parallel.sequence=false"),
+}
+
+
+class Whole:
+    """An uninterrupted run whose samples are recorded."""
+
+    def __init__(self, folder: Path, settings: tuple[str, ...]):
+        self.settings = settings
+        self.recording = folder / "rollouts.jsonl"
+        self.run = finished(folder / "whole", *settings, f"rollout.record={self.recording}")
+
+    def replayed(self, *more: str) -> tuple[str, ...]:
+        return (*self.settings, f"rollout.replay={self.recording}", "checkpoint.every=1", "checkpoint.keep=9", *more)
+
+
+def finished(folder: Path, *settings: str, root: Path | None = None) -> Run:
+    with Run(folder, *settings, *([f"run.root={root}"] if root else [])) as run:
+        assert run.finish() == 0, run.err[-3000:] + run.out[-2000:]
+        assert run.leftovers() == []
+        return run
+
+
+def killed(folder: Path, at: int, *settings: str, title: str | None = None) -> Run:
+    """kill -9, after the checkpoint of a step, of the command or of a process of its."""
+    with Run(folder, *settings, "run.steps=1000") as run:
+        latest = f"*/checkpoints/step-{at:06d}/state.json"
+        run.until(lambda: list(run.root.glob(latest)), 150, f"a checkpoint of step {at}")
+        if title is None:
+            run.signal(signal.SIGKILL, group=False)
+        else:
+            run.kill_one(title)
+            assert run.code(60) == 1
+        run.stop()
+        return run
+
+
+def back_to(run: Path, step: int) -> None:
+    """As if the run had come no further: a kill may come later than it was meant."""
+    for folder in (run / "checkpoints").glob("step-*"):
+        if int(folder.name.removeprefix("step-")) > step:
+            shutil.rmtree(folder)
+    (run / "checkpoints" / "latest").write_text(f"step-{step:06d}\n")
+
+
+def numbers(run: Path) -> list[dict[str, Any]]:
+    """Every step's metrics but those of time."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    timed = ("time/", "throughput/", "reshard/", "rollout/")
+    return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in rows if "reward/mean" in row]
+
+
+def weights(run: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    for role in ("model", "critic"):
+        for file in sorted((run / role).glob("*.safetensors")):
+            yield from ((f"{role}: {name}", tensor) for name, tensor in load_file(file).items())
+
+
+def check_same(one: Path, other: Path, tolerance: float = 0.0) -> None:
+    a, b = dict(weights(one)), dict(weights(other))
+    assert a.keys() == b.keys() and a
+    for name, tensor in a.items():
+        assert float((tensor - b[name]).abs().max()) <= tolerance * float(tensor.abs().max()), name
+    rows = list(zip(numbers(one), numbers(other), strict=True))
+    assert [row["step"] for row, _ in rows] == [1, 2, 3, 4]
+    for row, again in rows:
+        assert again == pytest.approx(row, rel=tolerance * 10, abs=tolerance)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    return Whole(tmp_path_factory.mktemp("grpo"), COMMON)
+
+
+@pytest.fixture(scope="module")
+def ppo(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    return Whole(tmp_path_factory.mktemp("ppo"), PPO)
+
+
+def gone_on(folder: Path, whole: Whole, at: int, *more: str, title: str | None = None) -> Run:
+    run = killed(
+        folder / "killed",
+        at,
+        *whole.settings,
+        f"rollout.record={folder / 'own.jsonl'}",
+        "checkpoint.every=1",
+        title=title,
+    )
+    back_to(run.run_folder, at)
+    # Without a recording of the whole run nobody could say what the samples would have been: those are given.
+    return finished(folder / "again", *whole.replayed("run.resume=auto", *more), root=run.root)
+
+
+def test_killed_and_gone_on_it_is_the_same_run(whole: Whole, tmp_path: Path) -> None:
+    run = gone_on(tmp_path, whole, 2)
+    (folder,) = (tmp_path / "killed" / "runs").iterdir()
+    check_same(whole.run.run_folder, folder)
+    assert "goes on after step 2" in run.out and "rollout.replay was None" in run.out
+    assert json.loads((folder / "summary.json").read_text())["status"] == "finished"
+    assert sorted(p.name for p in folder.glob("config*.yaml")) == ["config.until-step-2.yaml", "config.yaml"]
+    steps = [json.loads(line)["step"] for line in (folder / "samples.jsonl").read_text().splitlines()]
+    assert steps == sorted(steps) and set(steps) == {1, 2, 3, 4} and steps.count(3) == 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", OTHER_LAYOUTS)
+def test_in_another_layout(whole: Whole, tmp_path: Path, layout: str) -> None:
+    gone_on(tmp_path, whole, 2, *OTHER_LAYOUTS[layout])
+    check_same(whole.run.run_folder, next((tmp_path / "killed" / "runs").iterdir()), 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("title", [None, "ray::Worker", "sglang::scheduler"])
+def test_critic_and_statistics_come_back(ppo: Whole, tmp_path: Path, title: str | None) -> None:
+    gone_on(tmp_path, ppo, 2, title=title)
+    check_same(ppo.run.run_folder, next((tmp_path / "killed" / "runs").iterdir()))
+
+
+@pytest.mark.slow
+def test_sampled_again_it_is_the_same_run(whole: Whole, tmp_path: Path) -> None:
+    """No recording: every response has a seed of its own, which does not depend on what was before."""
+    run = killed(tmp_path / "killed", 2, *COMMON, "checkpoint.every=1")
+    back_to(run.run_folder, 2)
+    finished(tmp_path / "again", *COMMON, "checkpoint.every=2", "run.resume=auto", root=run.root)
+    check_same(whole.run.run_folder, run.run_folder)
+
+
+@pytest.mark.slow
+def test_what_was_sampled_and_not_used_is_not_lost(tmp_path: Path) -> None:
+    """Unfinished responses of an oversampled step wait in the checkpoint."""
+    settings = (*COMMON, "rollout.oversample=2", "rollout.unfinished=keep", "checkpoint.every=1")
+    run = killed(tmp_path / "killed", 2, *settings)
+    back_to(run.run_folder, 2)
+    state = json.loads((run.run_folder / "checkpoints" / "step-000002" / "state.json").read_text())["state"]
+    waiting = [g["name"] for key in ("resumed", "new") for g in state["rollout"][key]]
+    waiting += [counted["samples"][0]["group"] for counted in state["rollout"]["over"]]
+    assert waiting
+    finished(tmp_path / "again", *settings, "run.resume=auto", root=run.root)
+    lines = (run.run_folder / "samples.jsonl").read_text().splitlines()
+    groups = [(json.loads(line)["step"], json.loads(line)["group"]) for line in lines]
+    assert {group for step, group in groups if step > 2} & set(waiting)
+    assert len({group for _, group in groups}) == 16  # none twice
+
+
+@pytest.mark.slow
+def test_it_goes_on_by_itself(whole: Whole, tmp_path: Path) -> None:
+    with Run(tmp_path, *whole.replayed("run.max_restarts=1")) as run:
+        run.until(lambda: list(run.root.glob("*/checkpoints/step-000001/state.json")), 150, "a checkpoint")
+        run.kill_one("ray::Worker")
+        assert run.code(240) == 0, run.err[-3000:]
+        run.gone(15)
+        assert "the run failed and goes on from step" in run.out and "run.max_restarts=1" in run.out
+        assert run.leftovers() == []
+    check_same(whole.run.run_folder, run.run_folder)
+
+
+@pytest.mark.slow
+def test_sigterm_saves_first(whole: Whole, tmp_path: Path) -> None:
+    settings = [s for s in whole.replayed("run.resume=auto") if not s.startswith("checkpoint")]
+    with Run(tmp_path / "told", *settings, "checkpoint.every=100", "rollout.replay=null", "run.steps=1000") as run:
+        run.until(run.steps, 150, "a step")
+        run.signal(signal.SIGTERM, group=False)
+        assert run.code(60) == 130
+        run.gone(15)
+        assert "told to end (SIGTERM) after step" in run.out
+    step = int((run.run_folder / "checkpoints" / "latest").read_text().strip().removeprefix("step-"))
+    assert (
+        step == len(run.steps())
+        and json.loads((run.run_folder / "summary.json").read_text())["status"] == "interrupted"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["altered", "short"])
+def test_a_damaged_part_is_one_sentence(whole: Whole, tmp_path: Path, how: str) -> None:
+    run = finished(tmp_path / "done", *whole.replayed())
+    latest = run.run_folder / "checkpoints" / "step-000004"
+    part = latest / "actor" / "__1_0.distcp"
+    content = bytearray(part.read_bytes())
+    content[len(content) // 2] ^= 1
+    part.write_bytes(content if how == "altered" else content[:-9])
+    with Run(tmp_path / "again", *whole.replayed(f"run.resume={run.run_folder}", "run.steps=4")) as again:
+        assert again.code(120) == 2
+        again.gone(15)
+        told = [line for line in again.err.splitlines() if "checkpoint" in line]
+        assert len(told) == 1 and f"An older one is there: run.resume={latest.with_name('step-000003')}" in told[0]
+        assert ("is not what was written" if how == "altered" else "with another size than was written") in told[0]
+        assert "Traceback" not in again.err
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_another_model_is_refused(whole: Whole, tmp_path: Path) -> None:
+    run = finished(tmp_path / "done", *whole.replayed())
+    with Run(tmp_path / "again", *whole.replayed(f"run.resume={run.run_folder}", "model.path=tiny-llama")) as again:
+        assert again.code(60) == 2
+        assert 'model.path was "tiny-qwen3" in the run' in again.err
