@@ -56,7 +56,9 @@ def wait_for(
         done, pending = ray.wait(pending, num_returns=1, timeout=timeout)
         if not done:
             silent = " and ".join(names[reference] for reference in pending)
-            raise ProcessLost(f"{what}: no answer of {silent} within {timeout:.0f} s")
+            raise ProcessLost(
+                f"{what}: no answer of {silent} within {timeout:.0f} s; where each process stood is in the run folder's logs/"
+            )
         try:
             ray.get(done[0])
         except ray.exceptions.RayTaskError as error:

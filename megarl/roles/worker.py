@@ -17,8 +17,10 @@ from megarl.config.schema import ParallelConfig
 from megarl.reshard.bucket import BucketSpec
 from megarl.roles.models import Models
 from megarl.roles.ports import unused_port
+from megarl.roles.watch import watched
 
 
+@watched
 class Worker:
     """Methods are called on all ranks at the same time, with the same arguments but for the shard of the batch."""
 

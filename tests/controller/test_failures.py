@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -58,6 +60,19 @@ def test_a_dead_rank(tmp_path: Path) -> None:
         run.kill_one("ray::Worker")
         check_failed(run, "trainer rank", "died", within=30)  # no hang in a collective with the dead
         check_summary(run)
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs(tmp_path: Path) -> None:
+    """Stopped, it cannot say where it stands; the one that waits for it can."""
+    with Run(tmp_path, *LONG, "cluster.worker_timeout=60") as run:
+        run.until(run.steps, 150, "a step")
+        stopped = sorted(pid for pid, name in run.alive().items() if "ray::Worker" in name)[0]
+        os.kill(stopped, signal.SIGSTOP)
+        check_failed(run, "no answer of trainer rank", "within 60 s", "logs/", within=120)
+        check_summary(run)
+        stacks = [log for log in (run.run_folder / "logs").iterdir() if "most recent call first" in log.read_text()]
+        assert len(stacks) == 1 and "watch.py" in stacks[0].read_text()
 
 
 @pytest.mark.slow
