@@ -233,6 +233,8 @@ def check_format(folder: Path) -> None:
     path = folder / CONFIG
     if not folder.is_dir():
         raise UserError(f"There is no checkpoint folder {folder}.")
+    if old := sorted(folder.glob("mp_rank_*/*.pt")):
+        raise UserError(f"{old[0]} is a pickle, which can run code: save the checkpoint in the torch_dist format.")
     if not path.is_file():
         raise UserError(f"{folder} holds no {CONFIG}, so it is no finished checkpoint of Megatron.")
     try:

@@ -60,6 +60,8 @@ class ChunkFile:
         torch.serialization.set_crc32_options(False)
         try:
             torch.save(value, self._file)
+        except RuntimeError as error:  # torch's, over what the file said
+            raise error.__context__ if isinstance(error.__context__, OSError) else error from None
         finally:
             torch.serialization.set_crc32_options(kept)
         return start

@@ -97,11 +97,12 @@ def _verify(args: argparse.Namespace) -> int:
 
         result.differences += compare_logits(first, second)
     for note in result.notes:
-        print(f"note: {note}, in both")
+        print(f"note: {note}")
     for difference in result.differences:
         print(f"differs: {difference}")
     if result.differences:
-        print(f"{len(result.differences)} differences between {args.first} and {args.second}")
+        count = len(result.differences)
+        print(f"{count} difference{'s' if count != 1 else ''} between {args.first} and {args.second}")
         return 1
     print(f"equal: {result.tensors} tensors, {result.bytes / 1e9:.3f} GB, every byte")
     return 0

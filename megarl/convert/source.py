@@ -14,7 +14,6 @@ from torch import Tensor
 from megarl.bridge import head_io, megatron_io
 from megarl.bridge.heads import Head
 from megarl.bridge.hf_config import read_config
-from megarl.bridge.hf_io import HFReader
 from megarl.bridge.layout import Shape
 from megarl.bridge.megatron_io import MegatronReader
 from megarl.bridge.model_map import ModelMap
@@ -68,9 +67,8 @@ def open_hf(folder: Path) -> Source:
         raise UserError(f"{folder} is a checkpoint of Megatron, not a Hugging Face folder.")
     if not folder.is_dir():
         raise UserError(f"There is no model folder {folder}.")
+    head = head_io.stored_head(folder)  # complains of weights before anything is said of the config
     config = read_config(folder)
-    HFReader(folder)  # complains of weights before the config is looked at
-    head = head_io.stored_head(folder)
     model = ModelMap.from_hf(folder, head)
     reader = head_io.open_checkpoint(folder, head)
     reader.check(model)

@@ -23,7 +23,7 @@ class Comparison:
     tensors: int = 0
     bytes: int = 0
     differences: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # what both have, and is odd
+    notes: list[str] = field(default_factory=list)  # what is odd, be it equal
 
 
 def compare(first: Source, second: Source, *, show: bool = True) -> Comparison:
@@ -73,7 +73,7 @@ def _compared(name: str, first: Source, second: Source, result: Comparison) -> s
         finite += int(torch.isfinite(ours).sum())
     count = torch.Size(shape).numel()
     if finite < count:
-        result.notes.append(f"{name} holds {count - finite} elements that are NaN or infinite")
+        result.notes.append(f"{name} holds {count - finite} elements that are NaN or infinite, in {first.folder}")
     return f"{name} differs in {differ} of {count} elements" if differ else None
 
 

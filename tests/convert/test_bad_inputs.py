@@ -1,0 +1,290 @@
+"""Everything that can be wrong with what is converted: one sentence, nothing half-written, nothing run."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import resource
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megarl import cli
+from megarl.bridge.hf_io import INDEX
+from megarl.bridge.torch_dist import DistReader, safe_metadata
+from megarl.bridge.torch_dist_write import ChunkFile, write_metadata
+from megarl.convert.megatron_to_hf import megatron_to_hf
+from megarl.convert.work import Options
+from megarl.errors import UserError
+from megarl.models.tiny import make_tiny
+
+FIRST = "__0_0.distcp"
+
+
+def weights(folder: Path, **changes: torch.Tensor | None) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {name.replace("__", "."): tensor for name, tensor in changes.items()}
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, folder / "model.safetensors")
+
+
+def only_pickles(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"pickle")
+
+
+def sharded(folder: Path, change: Callable[[Path], Any]) -> None:
+    """In four files with an index, of which something is changed."""
+    whole = shutil.move(folder, folder.with_name("whole"))
+    from megarl.convert.hf_to_megatron import hf_to_megatron
+
+    checkpoint = hf_to_megatron(whole, folder.with_name("step"), show=False)
+    megatron_to_hf(checkpoint, folder, Options(shard_bytes=300_000), show=False)
+    change(folder)
+
+
+def wrong_index(folder: Path) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"]["model.norm.weight"] = "model-00001-of-00004.safetensors"
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def cut(path: Path, by: int) -> None:
+    os.truncate(path, path.stat().st_size - by)
+
+
+HUGGING_FACE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "an extra tensor": (
+        lambda f: weights(f, model__surprise=torch.zeros(3)),
+        "does not fit its config.json: holds model.surprise, which no rule of qwen3 knows",
+    ),
+    "a wrong shape": (
+        lambda f: weights(f, model__norm__weight=torch.zeros(81)),
+        "model.norm.weight has shape (81,), not (80,)",
+    ),
+    "a missing tensor": (lambda f: weights(f, model__norm__weight=None), "lacks model.norm.weight"),
+    "a NaN": (
+        lambda f: weights(f, model__norm__weight=torch.full((80,), float("nan"))),
+        "model.norm.weight holds 80 elements that are NaN or infinite (of 80); --allow-nonfinite carries them over",
+    ),
+    "a truncated shard": (
+        lambda f: cut(f / "model.safetensors", 100),
+        "model.safetensors is damaged or cut short",
+    ),
+    "a missing shard": (
+        lambda f: sharded(f, lambda g: (g / "model-00002-of-00004.safetensors").unlink()),
+        "model-00002-of-00004.safetensors is missing, though model.safetensors.index.json names it",
+    ),
+    "a missing shard without an index": (
+        lambda f: sharded(f, lambda g: [(g / n).unlink() for n in (INDEX, "model-00002-of-00004.safetensors")]),
+        "holds 3 of the 4 shards",
+    ),
+    "a wrong index": (lambda f: sharded(f, wrong_index), "disagree about model.norm.weight"),
+    "only pickles": (only_pickles, "pytorch_model.bin is a pickle, which can run code: give safetensors"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "holds no safetensors"),
+    "no config": (lambda f: (f / "config.json").unlink(), "holds no config.json"),
+    "nothing": (lambda f: shutil.rmtree(f), "There is no model folder"),
+    "weights of two dtypes": (
+        lambda f: weights(f, model__layers__0__self_attn__q_proj__weight=torch.zeros(144, 80).bfloat16()),
+        "are one tensor in Megatron but are stored as bfloat16 and float32: choose with --dtype",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", HUGGING_FACE)
+def test_of_a_hugging_face_folder(what: str, hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spoil, words = HUGGING_FACE[what]
+    source = shutil.copytree(hf, tmp_path / "source")
+    spoil(source)
+    refused(["hf-to-megatron", source, tmp_path / "target"], words, tmp_path, capsys)
+
+
+class Payload:
+    """What a hostile pickle does when it is read."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def hostile(folder: Path) -> None:
+    (folder / ".metadata").write_bytes(pickle.dumps(Payload(folder.parent / "run")))
+
+
+def hostile_chunk(folder: Path) -> None:
+    """A chunk whose own pickle is hostile, of the length that is expected or less."""
+    chunk = next(iter(DistReader(folder).tensors.values())).chunks[0]
+    path = folder / chunk.file
+    content = path.read_bytes()
+    with (folder / "hostile").open("wb") as file:
+        torch.save(Payload(folder.parent / "run"), file)
+    evil = (folder / "hostile").read_bytes()
+    # The archive's directory is looked for at the end.
+    where = chunk.start + chunk.length - len(evil)
+    path.write_bytes(content[:where] + evil + content[where + len(evil) :])
+
+
+def unfit(folder: Path, **changes: Any) -> None:
+    """Under one more key, or without one."""
+    metadata = safe_metadata(folder / ".metadata")
+    for name, other in changes.items():
+        entry = metadata.state_dict_metadata.pop("decoder.final_layernorm.weight")
+        index = next(i for i in metadata.storage_data if i.fqn == "decoder.final_layernorm.weight")
+        info = metadata.storage_data.pop(index)
+        if name == "renamed":
+            metadata.state_dict_metadata[other] = entry
+            metadata.storage_data[type(index)(other, index.offset)] = info
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def with_nan(folder: Path) -> None:
+    stored = DistReader(folder).tensors
+    with ChunkFile(folder / "__9_0.distcp") as file:
+        file.write("decoder.final_layernorm.weight", torch.full((80,), float("inf")), (0,), (80,))
+    metadata = safe_metadata(folder / ".metadata")
+    index = next(i for i in metadata.storage_data if i.fqn == "decoder.final_layernorm.weight")
+    place = metadata.storage_data[index]
+    place.relative_path, place.offset, place.length = "__9_0.distcp", 0, file.records[0]["length"]
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert stored.keys() == DistReader(folder).tensors.keys()
+
+
+def outside(folder: Path) -> None:
+    metadata = safe_metadata(folder / ".metadata")
+    for info in metadata.storage_data.values():
+        info.relative_path = "../" + info.relative_path
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def legacy(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.unlink()
+    (folder / "latest_checkpointed_iteration.txt").write_text("12\n")
+    (folder / "iter_0000012" / "mp_rank_00").mkdir(parents=True)
+    (folder / "iter_0000012" / "mp_rank_00" / "model_optim_rng.pt").write_bytes(b"pickle")
+
+
+MEGATRON: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a hostile pickle": (
+        hostile,
+        ".metadata is a pickle that names posix.mkdir, which no checkpoint needs and which could run code: refused",
+    ),
+    "a hostile chunk": (hostile_chunk, "__0_0.distcp is damaged at byte 0"),
+    "damaged metadata": (lambda f: cut(f / ".metadata", 50), ".metadata is damaged"),
+    "another pickle": (lambda f: (f / ".metadata").write_bytes(pickle.dumps({"a": 1})), ".metadata holds a dict"),
+    "a truncated file": (lambda f: cut(f / FIRST, 100), "__0_0.distcp is cut short"),
+    "a missing file": (lambda f: (f / FIRST).unlink(), "__0_0.distcp is missing, though .metadata names it"),
+    "a file outside of the folder": (outside, ".metadata does not describe a checkpoint"),
+    "an altered file": (
+        lambda f: (f / FIRST).write_bytes(bytes((f / FIRST).stat().st_size)),
+        "__0_0.distcp is damaged at byte 0: there is no saved tensor there",
+    ),
+    "an unknown tensor": (lambda f: unfit(f, renamed="decoder.surprise"), "decoder.surprise, which no rule of qwen3"),
+    "a missing tensor": (lambda f: unfit(f, removed=None), "lacks decoder.final_layernorm.weight"),
+    "a checkpoint of another model": (
+        lambda f: config(f, intermediate_size=96),
+        "decoder.layers.mlp.linear_fc1.weight has shape (4, 224, 80), not (4, 192, 80)",
+    ),
+    "infinity": (with_nan, "model.norm.weight holds 80 elements that are NaN or infinite"),
+    "an unfinished checkpoint": (lambda f: (f / "metadata.json").unlink(), "is no finished checkpoint of Megatron"),
+    "another format": (
+        lambda f: (f / "metadata.json").write_text('{"sharded_backend": "zarr"}'),
+        "is a checkpoint of the kind 'zarr'; torch_dist can be read",
+    ),
+    "the legacy format": (legacy, "model_optim_rng.pt is a pickle, which can run code"),
+    "an iteration that is not there": (
+        lambda f: [p.unlink() for p in f.iterdir()] + [(f / "latest_checkpointed_iteration.txt").write_text("3")],
+        "names '3', but there is no",
+    ),
+    "no config": (lambda f: (f / "config.json").unlink(), "name the Hugging Face folder of the model"),
+    "nothing": (lambda f: shutil.rmtree(f), "There is no checkpoint folder"),
+}
+
+
+@pytest.mark.parametrize("what", MEGATRON)
+def test_of_a_checkpoint(what: str, megatron: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spoil, words = MEGATRON[what]
+    source = shutil.copytree(megatron, tmp_path / "source")
+    spoil(source)
+    refused(["megatron-to-hf", source, tmp_path / "target"], words, tmp_path, capsys)
+
+
+def refused(arguments: list[Any], words: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 2, one line, no target, nothing left over, nothing run."""
+    before = sorted(folder.iterdir())
+    assert cli.main(["convert", *map(str, arguments), "--quiet"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert words in said.err
+    assert said.err.startswith("megarl: ") and said.err.count("\n") == 1
+    assert sorted(folder.iterdir()) == before
+
+
+def test_a_target_that_exists_is_left_alone(
+    hf: Path, megatron: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "mine").write_text("x")
+    for direction, source in (("hf-to-megatron", hf), ("megatron-to-hf", megatron)):
+        refused([direction, source, tmp_path / "target"], "exists already and is not overwritten", tmp_path, capsys)
+    assert (tmp_path / "target" / "mine").read_text() == "x"
+
+
+def test_the_two_kinds_are_not_taken_for_each_other(
+    hf: Path, megatron: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused(["hf-to-megatron", megatron, tmp_path / "t"], "is a checkpoint of Megatron", tmp_path, capsys)
+    refused(["megatron-to-hf", hf, tmp_path / "t"], "no finished checkpoint of Megatron", tmp_path, capsys)
+    other = make_tiny("llama", tmp_path / "llama")
+    refused(
+        ["megatron-to-hf", megatron, tmp_path / "t", "--config", other],
+        "does not fit its config.json",
+        tmp_path,
+        capsys,
+    )
+    refused(["hf-to-megatron", hf, tmp_path / "t", "--shard-gb", "0"], "must be above 0", tmp_path, capsys)
+
+
+def test_a_disk_that_takes_no_more_is_one_sentence_and_what_is_done_is_kept(
+    hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (250_000, limit[1]))
+    arguments = ["convert", "hf-to-megatron", str(hf), str(tmp_path / "target"), "--quiet", "--shard-gb"]
+    try:
+        assert cli.main([*arguments, "0.0005"]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, kept)
+    said = capsys.readouterr().err
+    assert f"{tmp_path / 'target'} could not be written: File too large." in said and said.count("\n") == 1
+    assert not (tmp_path / "target").exists()
+    assert cli.main([*arguments, "0.0005"]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["target"]
+
+
+def test_metadata_that_is_written_is_read_by_torch(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint import FileSystemReader
+
+    with ChunkFile(tmp_path / "__0_0.distcp") as file:
+        file.write("a", torch.arange(6.0).view(2, 3), (0, 0), (2, 3))
+        file.write_object("b", {"x": 1})
+    write_metadata(tmp_path, file.records)
+    metadata = FileSystemReader(tmp_path).read_metadata()
+    assert set(metadata.state_dict_metadata) == {"a", "b"}
+    with pytest.raises(UserError, match="holds no metadata.json"):
+        DistReader(tmp_path)

@@ -1,0 +1,238 @@
+"""Conversion in both directions on disk: every bit, every companion, any size of files, any dtype."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megarl import cli
+from megarl.bridge.dist_keys import extra_states, found, written
+from megarl.bridge.hf_io import HFReader
+from megarl.bridge.layout import Cut
+from megarl.bridge.model_map import ModelMap
+from megarl.bridge.torch_dist import DistReader
+from megarl.bridge.torch_dist_write import ChunkFile, write_common, write_metadata
+from megarl.convert.hf_to_megatron import hf_to_megatron
+from megarl.convert.megatron_to_hf import megatron_to_hf
+from megarl.convert.progress import ByteProgress
+from megarl.convert.verify import verify
+from megarl.convert.work import Options
+from megarl.models.heads import make_tiny_reward, make_tiny_trl
+from megarl.models.tiny import tiny_config
+from tests.bridge.cases import CONFIGS
+from tests.bridge.test_hf_io import bits, random_bits
+
+ROOT = Path(__file__).parents[2]
+ANYTHING = Options(allow_nonfinite=True)
+
+
+def written_folder(config: dict[str, Any], folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """Weights of any bits at all."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(random_bits(ModelMap.from_hf(config), dtype), folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_bit_comes_back(name: str, tmp_path: Path) -> None:
+    source = written_folder(CONFIGS[name], tmp_path / "hf")
+    checkpoint = hf_to_megatron(source, tmp_path / "megatron", ANYTHING, show=False)
+    back = megatron_to_hf(checkpoint, tmp_path / "back", ANYTHING, show=False)
+    one, other = load_file(source / "model.safetensors"), load_file(back / "model.safetensors")
+    assert one.keys() == other.keys()
+    assert all(torch.equal(bits(one[key]), bits(other[key])) for key in one)
+    assert verify(source, checkpoint, show=False).differences == []
+
+
+def test_companions_travel_and_nothing_else(hf: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(hf, tmp_path / "source")
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool.jinja").write_text("x")
+    (source / "optimizer.pt").write_bytes(b"pickle")
+    checkpoint = hf_to_megatron(source, tmp_path / "megatron", show=False)
+    back = megatron_to_hf(checkpoint, tmp_path / "back", show=False)
+
+    def files(folder: Path) -> dict[str, bytes]:
+        return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+    assert files(back) == {name: content for name, content in files(source).items() if name != "optimizer.pt"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "megatron", "source"]  # no leftovers
+
+
+@pytest.mark.parametrize("shard_bytes", [1, 300_000])
+def test_files_have_the_size_that_is_asked_for(shard_bytes: int, hf: Path, tmp_path: Path) -> None:
+    options = Options(shard_bytes=shard_bytes)
+    checkpoint = hf_to_megatron(hf, tmp_path / "megatron", options, show=False)
+    back = megatron_to_hf(checkpoint, tmp_path / "back", options, show=False)
+    assert verify(hf, back, show=False).differences == []
+    names = len(ModelMap.from_hf(hf).hf_shapes)
+    assert len(list(back.glob("*.safetensors"))) == {1: names, 300_000: 4}[shard_bytes]
+    assert len(list(checkpoint.glob("*.distcp"))) == {1: 35, 300_000: 6}[shard_bytes]
+    assert all(p.stat().st_size < 310_000 for p in back.glob("*.safetensors"))
+
+
+def test_a_dtype_is_changed_as_torch_changes_it(hf: Path, tmp_path: Path) -> None:
+    checkpoint = hf_to_megatron(hf, tmp_path / "megatron", Options(dtype=torch.bfloat16), show=False)
+    back = megatron_to_hf(checkpoint, tmp_path / "back", Options(dtype=torch.float16), show=False)
+    want = load_file(hf / "model.safetensors")
+    half = load_file(back / "model.safetensors")
+    assert all(torch.equal(half[name], want[name].bfloat16().half()) for name in want)
+    assert json.loads((checkpoint / "config.json").read_text())["dtype"] == "bfloat16"
+    assert json.loads((back / "config.json").read_text())["dtype"] == "float16"
+    result = verify(hf, checkpoint, show=False)
+    assert len(result.differences) == len(want)
+    assert "model.norm.weight is stored as float32 and as bfloat16" in result.differences
+
+
+def test_what_stays_float32_does(tmp_path: Path) -> None:
+    source = written_folder(tiny_config("deepseek"), tmp_path / "hf", torch.float32)
+    options = Options(dtype=torch.bfloat16, allow_nonfinite=True)
+    checkpoint = hf_to_megatron(source, tmp_path / "megatron", options, show=False)
+    kept = {key for key, stored in DistReader(checkpoint).tensors.items() if stored.dtype == torch.float32}
+    assert kept and all(key.endswith("router.expert_bias") for key in kept)
+
+
+@pytest.mark.parametrize("make", [make_tiny_reward, make_tiny_trl])
+def test_score_heads_travel(make: Any, tmp_path: Path) -> None:
+    source = make("qwen3", tmp_path / "hf")
+    checkpoint = hf_to_megatron(source, tmp_path / "megatron", show=False)
+    back = megatron_to_hf(checkpoint, tmp_path / "back", show=False)
+    assert verify(source, checkpoint, show=False).differences == []
+    assert verify(source, back, show=False).differences == []
+    kind = {make_tiny_reward: "Sequence", make_tiny_trl: "Token"}[make]
+    assert json.loads((back / "config.json").read_text())["architectures"] == [f"Qwen3For{kind}Classification"]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe-mixed", "deepseek"])
+@pytest.mark.parametrize("convention", ["by layer", "by expert", "halves", "local names", "prefixed axes"])
+def test_whatever_keys_a_checkpoint_has_they_are_found(name: str, convention: str, tmp_path: Path) -> None:
+    """As Megatron writes them for other settings of its own: the same weights under other keys."""
+    from megarl.bridge import dist_keys
+
+    model = ModelMap.from_hf(CONFIGS[name])
+    weights = random_bits(model, torch.bfloat16)
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    choice = {
+        "by layer": {"by_layer": True, "by_expert": False, "halves": False},
+        "by expert": {"by_layer": True, "by_expert": True, "halves": False},
+        "halves": {"by_layer": True, "by_expert": True, "halves": True},
+        "local names": {"by_layer": True, "by_expert": False, "halves": False},
+        "prefixed axes": {"by_layer": False, "by_expert": False, "halves": False},
+    }[convention]
+    with ChunkFile(folder / "__0_0.distcp") as file:
+        for parameter in (p for p in model.parameters if p.exported):
+            whole = torch.empty(parameter.local_shape(Cut()), dtype=torch.bfloat16)
+            for copy in parameter.copies(Cut()):
+                whole[copy.local] = weights[copy.hf_name][copy.hf]
+            key = parameter.name if convention == "local names" else parameter.te_name
+            halves = choice["halves"] and parameter.name.endswith("linear_fc1.weight")
+            for slot in dist_keys._slots(model, parameter, key, **{**choice, "halves": halves}):
+                # Cut into rectangles in both directions, as ranks would.
+                rows = whole[slot.rows]
+                cuts = [(0, 1), (1, len(rows))] if len(rows) > 1 else [(0, len(rows))]
+                for start, stop in cuts:
+                    part = rows[start:stop].contiguous()
+                    offsets = (*slot.index, start, *(0 for _ in slot.shape[1:]))
+                    file.write(slot.key, part.view(*(1 for _ in slot.index), *part.shape), offsets, slot.global_shape)
+    write_metadata(folder, file.records)
+    write_common(folder, {})
+    (folder / "config.json").write_text(json.dumps(CONFIGS[name]))
+    back = megatron_to_hf(folder, tmp_path / "back", ANYTHING, show=False)
+    got = load_file(back / "model.safetensors")
+    assert all(torch.equal(bits(got[key]), bits(weights[key])) for key in weights)
+
+
+def test_a_checkpoint_has_what_megatron_looks_for(megatron: Path) -> None:
+    reader = DistReader(megatron)
+    model = ModelMap.from_hf(megatron)
+    assert set(reader.objects) == set(extra_states(model))
+    assert "decoder.layers.self_attention.linear_qkv._extra_state/shard_3_4" in reader.objects
+    assert "decoder.final_layernorm._extra_state/shard_0_1" in reader.objects
+    assert all(reader.read_object(key) == [None] for key in reader.objects)
+    assert reader.read_common() == {"checkpoint_version": 3.0, "iteration": 0}
+    assert all(found(model, p, reader.tensors) == [written(model, p)] for p in model.parameters if p.exported)
+
+
+def test_regions_of_tensors_are_those_of_hugging_face(hf: Path, megatron: Path) -> None:
+    from megarl.bridge.megatron_io import MegatronReader
+
+    want, got = HFReader(hf), MegatronReader(megatron, ModelMap.from_hf(hf))
+    for name in want.names:
+        shape = want.shape(name)
+        region = tuple(slice(size // 3, size - size // 5) for size in shape)
+        assert torch.equal(want.get_slice(name, region), got.get_slice(name, region)), name
+        out = torch.zeros([s.stop - s.start for s in region], dtype=torch.bfloat16).t() if len(shape) == 2 else None
+        if out is not None:  # other strides, another dtype
+            got.read(name, region, out.t())
+            assert torch.equal(out.t(), want.get_slice(name, region).bfloat16())
+
+
+def test_the_commands_say_what_they_did(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    megatron, back = tmp_path / "megatron", tmp_path / "back"
+
+    def run(*args: object) -> tuple[int, str]:
+        code = cli.main(["convert", *map(str, args)])
+        return code, capsys.readouterr().out
+
+    assert run("hf-to-megatron", hf, megatron, "--quiet") == (0, f"{megatron}\n")
+    assert run("megatron-to-hf", megatron, back, "--shard-gb", "0.0003") == (0, f"{back}\n")
+    code, said = run("verify", hf, megatron)
+    assert (code, said) == (0, "equal: 46 tensors, 0.001 GB, every byte\n")
+    code, said = run("inspect", megatron, "--tensors")
+    assert code == 0
+    assert "qwen3, 4 layers, hidden size 80" in said
+    assert "decoder.layers.mlp.linear_fc1.weight  (4, 224, 80)" in said
+    assert "optimizer   none" in said
+    weights = load_file(hf / "model.safetensors")
+    weights["model.norm.weight"][7] = float("nan")
+    other = shutil.copytree(hf, tmp_path / "other")
+    save_file(weights, other / "model.safetensors")
+    code, said = run("verify", other, back)
+    assert code == 1
+    assert said.splitlines() == [
+        "note: model.norm.weight holds 1 elements that are NaN or infinite, in " + str(other),
+        "differs: model.norm.weight differs in 1 of 80 elements",
+        f"1 difference between {other} and {back}",
+    ]
+
+
+def test_progress_tells_rate_and_time_left() -> None:
+    out = io.StringIO()
+    progress = ByteProgress("writing", 4_000_000_000, out=out)
+    progress._begin -= 2.0
+    progress._last -= 60.0
+    progress.add(1_000_000_000)
+    assert out.getvalue() == "writing: 1.00 of 4.00 GB, 0.50 GB/s, 0:06 left\n"
+    progress.add(1_000_000_000)
+    assert out.getvalue().count("\n") == 1  # not more often than one can read
+
+
+@pytest.mark.slow
+def test_several_processes_make_the_same(hf: Path, tmp_path: Path) -> None:
+    for tool, source, target in (
+        ("hf_to_megatron", hf, tmp_path / "megatron"),
+        ("megatron_to_hf", tmp_path / "megatron", tmp_path / "back"),
+    ):
+        subprocess.run(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"),
+                *(f"tools/convert_ckpt/{tool}.py", source, target, "--shard-gb", "0.0001"),
+            ],
+            cwd=ROOT,
+            check=True,
+            timeout=120,
+        )
+    assert verify(hf, tmp_path / "megatron", show=False).differences == []
+    assert verify(hf, tmp_path / "back", show=False).differences == []

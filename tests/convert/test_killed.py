@@ -1,0 +1,148 @@
+"""A conversion that is killed and started again: what was finished is kept, and what comes out is right to the bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.bridge.hf_io import HFWriter
+from megarl.bridge.model_map import ModelMap
+from megarl.convert.hf_to_megatron import hf_to_megatron
+from megarl.convert.verify import verify
+from megarl.convert.work import Options
+from megarl.errors import UserError
+from megarl.models.tiny import random_weights, tiny_config
+
+ROOT = Path(__file__).parents[2]
+SHARD_GB = 0.0005
+SIZES = {"hidden_size": 384, "intermediate_size": 1000, "num_hidden_layers": 12, "vocab_size": 5003}
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """50 MB: half a second, in a hundred files."""
+    folder = tmp_path_factory.mktemp("killed") / "hf"
+    folder.mkdir()
+    config = tiny_config("llama", **SIZES)
+    (folder / "config.json").write_text(json.dumps(config))
+    shapes = ModelMap.from_hf(config).hf_shapes
+    with HFWriter(folder, shapes, torch.bfloat16) as writer:
+        for name, tensor in random_weights(shapes, 3):
+            writer.write(name, tensor)
+    return folder
+
+
+def started(direction: str, source: Path, target: Path) -> subprocess.Popen[bytes]:
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-m", "megarl.cli", "convert", direction, source, target),
+            *("--quiet", "--shard-gb", str(SHARD_GB)),
+        ],
+        env=os.environ | {"PYTHONPATH": path},
+        stdout=subprocess.DEVNULL,
+    )
+
+
+def kill_once(direction: str, source: Path, target: Path, files: int, wait: float = 0.0) -> set[str]:
+    """Killed when it has finished so many files and a moment has passed. Answers with what was finished then."""
+    process = started(direction, source, target)
+    done = target.with_name(f".{target.name}.unfinished") / "done"
+    try:
+        while process.poll() is None and sum(1 for _ in done.glob("*.json")) < files:
+            time.sleep(0.001)
+        time.sleep(wait)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    return {path.stem for path in done.glob("*.json")}
+
+
+def test_what_is_finished_is_not_done_again(large: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    finished = kill_once("hf-to-megatron", large, target, 5)
+    assert len(finished) >= 5 and not target.exists()
+    files = tmp_path / ".target.unfinished" / "files"
+    before = {name: (files / name).stat().st_mtime_ns for name in finished}
+    options = Options(shard_bytes=int(SHARD_GB * 1e9))
+    hf_to_megatron(large, target, options, show=False)
+    assert {name: (target / name).stat().st_mtime_ns for name in finished} == before
+    assert len(list(target.glob("*.distcp"))) > len(finished)
+    assert verify(large, target, show=False).differences == []
+    assert [path.name for path in tmp_path.iterdir()] == ["target"]
+
+
+def test_what_was_begun_from_other_weights_is_begun_anew(hf: Path, tmp_path: Path) -> None:
+    target, options = tmp_path / "target", Options(shard_bytes=300_000)
+    first = tmp_path / "first"
+    first.mkdir()
+    for path in hf.iterdir():
+        (first / path.name).write_bytes(path.read_bytes())
+    stopped(first, target, options)
+    weights = first / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    hf_to_megatron(first, target, options, show=False)
+    assert verify(first, target, show=False).differences == []
+
+
+def stopped(source: Path, target: Path, options: Options) -> None:
+    """As a kill after the second file leaves it."""
+    process = os.fork()
+    if process == 0:
+        from megarl.convert.unfinished import Unfinished
+
+        finished = Unfinished.finished
+
+        def end_after(self: Unfinished, name: str, **record: object) -> None:
+            finished(self, name, **record)
+            if name == "__1_0.distcp":
+                os._exit(0)
+
+        Unfinished.finished = end_after  # type: ignore[method-assign]
+        torch.set_num_threads(1)
+        try:
+            hf_to_megatron(source, target, options, show=False)
+        finally:
+            os._exit(1)
+    assert os.waitpid(process, 0)[1] == 0
+    assert len(list((target.with_name(f".{target.name}.unfinished") / "done").glob("*.json"))) == 2
+
+
+def test_two_at_once_do_not_write_over_each_other(hf: Path, tmp_path: Path) -> None:
+    from megarl.convert.processes import ALONE
+    from megarl.convert.unfinished import unfinished
+
+    with (
+        unfinished(tmp_path / "target", {}, ALONE),
+        pytest.raises(UserError, match="another process is making"),
+    ):
+        hf_to_megatron(hf, tmp_path / "target", show=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("direction", ["hf-to-megatron", "megatron-to-hf"])
+def test_killed_ten_times_at_any_moment_it_ends_well(direction: str, large: Path, tmp_path: Path) -> None:
+    source = large
+    if direction == "megatron-to-hf":
+        source = hf_to_megatron(large, tmp_path / "source", show=False)
+    target, draw = tmp_path / "target", random.Random(5)
+    kept = 0
+    for _ in range(10):
+        if target.exists():
+            break
+        kept = len(kill_once(direction, source, target, kept + draw.randint(1, 8), draw.random() * 0.01))
+    if not target.exists():
+        assert started(direction, source, target).wait() == 0
+    assert verify(large, target, show=False).differences == []
+    assert not (tmp_path / ".target.unfinished").exists()
