@@ -104,6 +104,7 @@ RANGES = {
     "rollout.start_timeout": "(0,",
     "rollout.timeout": "(0,",
     "reshard.bucket_mb": "[1,",
+    "reshard.full_every": "[0,",
     "reshard.probe_tolerance": "(0,",
     "evaluation.every": "[0,",
     "evaluation.max_new_tokens": "[1,",
@@ -159,6 +160,7 @@ def problems(cfg: Config) -> list[str]:
         *_layout(cfg),
         *_batch(cfg),
         *_sampling(cfg),
+        *_engine(cfg),
         *_training(cfg),
         *_roles(cfg),
         *_algorithm(cfg),
@@ -200,6 +202,20 @@ def _layout(cfg: Config) -> Iterator[str]:
         yield (
             "actor.share_prompts=true computes a prompt once on the ranks that hold all of it, and "
             f"actor.parallel.context={context} cuts it; set actor.share_prompts=null"
+        )
+
+
+def _engine(cfg: Config) -> Iterator[str]:
+    ranks = cfg.rollout.engine.get("tp_size", 1)
+    if type(ranks) is not int or ranks < 1:
+        yield f"rollout.engine.tp_size is {ranks!r}; it must be a whole number of at least 1, the ranks of an engine"
+    stages = cfg.rollout.engine.get("pp_size", 1)
+    if stages != 1:
+        yield f"rollout.engine.pp_size={stages}: an engine cannot be given weights stage by stage; set rollout.engine.tp_size"
+    if cfg.reshard.folder is not None and cfg.reshard.transport != "disk":
+        yield (
+            f"reshard.folder={cfg.reshard.folder} is where weights travel by disk, and reshard.transport is "
+            f"{cfg.reshard.transport}; set reshard.transport=disk or leave the folder out"
         )
 
 
@@ -394,11 +410,14 @@ def _files(cfg: Config) -> Iterator[str]:
         yield f"run.name has {len(name.encode())} bytes; it must be at most {LONGEST_NAME}"
     rollout = cfg.rollout
     named = {"run.root": cfg.run.root, "rollout.record": rollout.record, "rollout.replay": rollout.replay}
+    named["reshard.folder"] = cfg.reshard.folder
     faults = [f"{key}={text[:60]!r} {fault}" for key, text in named.items() if text and (fault := path_fault(text))]
     if faults:
         yield from faults
         return
     yield from _writable_folder("run.root", Path(cfg.run.root))
+    if cfg.reshard.folder:
+        yield from _writable_folder("reshard.folder", Path(cfg.reshard.folder))
     if rollout.replay and not Path(rollout.replay).expanduser().is_file():
         yield f"rollout.replay={rollout.replay}: there is no such file; record one with rollout.record={rollout.replay}"
     if rollout.record and rollout.replay:

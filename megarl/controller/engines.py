@@ -20,8 +20,9 @@ from megarl.config import Config
 from megarl.controller.calls import ProcessLost, wait_for
 from megarl.controller.generation import Generation
 from megarl.errors import RunError
-from megarl.reshard.bucket import BucketSpec
-from megarl.reshard.colocated import Receivers
+from megarl.reshard.bucket import BucketSpec, BucketTensor
+from megarl.reshard.link import Meeting, Regions
+from megarl.reshard.transfer import Receivers
 from megarl.rollout.engine import Engine, EngineLost
 from megarl.rollout.group import begin
 from megarl.rollout.sampling import Sampling
@@ -75,10 +76,7 @@ class EngineGroup:
         r = config.rollout
         self._threads = r.threads or max(1, (os.cpu_count() or 1) // engines)
         self._cache = r.max_total_tokens or self._cache_tokens(engines, oversample)
-        options = {"num_gpus": 0.5} if torch.cuda.is_available() else {"num_cpus": 0}
-        self._remote = ray.remote(Engine).options(
-            runtime_env={"env_vars": cpu.process_env(self._threads)}, max_concurrency=1, **options
-        )
+        self.size = int(r.engine.get("tp_size", 1))  # ranks of an engine
         self.slots = [Slot(number) for number in range(engines)]
         self._updating: list[Slot] = []
         for slot in self.slots:
@@ -86,7 +84,9 @@ class EngineGroup:
 
     def _start(self, slot: Slot) -> None:
         r = self.config.rollout
-        slot.actor = self._remote.remote(
+        options, environment = self._place(slot.number)
+        remote = ray.remote(Engine).options(runtime_env={"env_vars": environment}, max_concurrency=1, **options)
+        slot.actor = remote.remote(
             self._folder,
             dtype=r.dtype or self.config.model.dtype,
             threads=self._threads,
@@ -99,6 +99,19 @@ class EngineGroup:
         )
         slot.starts += 1
         slot.starting, slot.begun, slot.current = slot.actor.ready.remote(), time.monotonic(), False
+
+    def _place(self, number: int) -> tuple[dict[str, float], dict[str, str]]:
+        """What Ray is asked for an engine, and its environment. Engines share the GPUs of the actor's ranks; several GPUs, of each of
+        which it takes a part, are more than Ray can be asked for, so they are named."""
+        environment = cpu.process_env(self._threads)
+        if not torch.cuda.is_available():
+            return {"num_cpus": 0}, environment
+        if self.size == 1:
+            return {"num_gpus": 0.5}, environment
+        first = number * self.size
+        return {"num_gpus": 0}, environment | {
+            "CUDA_VISIBLE_DEVICES": ",".join(str(first + rank) for rank in range(self.size))
+        }
 
     def ready(self) -> None:
         """Wait until all have started, with the folder's weights."""
@@ -141,6 +154,19 @@ class EngineGroup:
 
     def load(self, bucket: BucketSpec) -> Any:
         return [(slot, slot.actor.load_bucket.remote(bucket)) for slot in self._updating]
+
+    def members(self) -> tuple[object, ...]:
+        return tuple((slot.number, slot.starts) for slot in self._updating)
+
+    def ranks(self) -> int:
+        return len(self._updating) * self.size
+
+    def link(self, meeting: Meeting, sources: list[Regions], plan: list[list[BucketTensor]]) -> Any:
+        first = range(meeting.sources, meeting.world, self.size)
+        return [
+            (slot, slot.actor.link.remote(meeting, at, sources, plan))
+            for slot, at in zip(self._updating, first, strict=True)
+        ]
 
     def loaded(self, token: Any) -> None:
         for slot, reference in token:
@@ -266,6 +292,15 @@ class _One:
 
     def load(self, bucket: BucketSpec) -> object:
         return self._slot.actor.load_bucket.remote(bucket)
+
+    def members(self) -> tuple[object, ...]:
+        return ((self._slot.number, self._slot.starts),)
+
+    def ranks(self) -> int:
+        return self._group.size
+
+    def link(self, meeting: Meeting, sources: list[Regions], plan: list[list[BucketTensor]]) -> object:
+        return self._slot.actor.link.remote(meeting, meeting.sources, sources, plan)
 
     def loaded(self, token: object) -> None:
         self._group.answer(self._slot, token, "weight update")

@@ -57,5 +57,5 @@ class _Critic:
 
     ranks: WorkerGroup
 
-    def write(self, bucket: BucketSpec) -> None:
-        self.ranks.write(bucket, "critic")
+    def write(self, bucket: BucketSpec) -> list[dict[str, int]]:
+        return self.ranks.write(bucket, "critic")

@@ -357,13 +357,19 @@ def _layout(cfg: Config, model: ModelMap) -> Iterator[str]:
 
 def _machine(cfg: Config, model: ModelMap | None) -> Iterator[str]:
     """What this machine lacks; a cluster that exists already is not asked."""
-    parameters = sum(map(prod, model.hf_shapes.values())) if model is not None and cfg.export.hf else 0
-    parameters *= 1 if cfg.critic is None else 2
-    size = parameters * BYTES[cfg.export.dtype or cfg.model.dtype]
-    yield from lacking_space("run.root", Path(cfg.run.root), SPARE_MIB * MIB + size)
+    parameters = sum(map(prod, model.hf_shapes.values())) if model is not None else 0
+    exports = (1 if cfg.critic is None else 2) if cfg.export.hf else 0
+    size = exports * parameters * BYTES[cfg.export.dtype or cfg.model.dtype]
+    # the weights that engines have, and the next ones
+    travelling = 2 * parameters * BYTES[cfg.rollout.dtype or cfg.model.dtype] if cfg.reshard.transport == "disk" else 0
+    if cfg.reshard.folder:
+        yield from lacking_space("reshard.folder", Path(cfg.reshard.folder), travelling)
+        travelling = 0
+    yield from lacking_space("run.root", Path(cfg.run.root), SPARE_MIB * MIB + size + travelling)
     if cfg.cluster.address is not None:
         return
-    if Path("/dev/shm").is_dir() and (free := shutil.disk_usage("/dev/shm").free // MIB) < cfg.reshard.bucket_mb:
+    shared = cfg.reshard.transport == "colocated" and Path("/dev/shm").is_dir()
+    if shared and (free := shutil.disk_usage("/dev/shm").free // MIB) < cfg.reshard.bucket_mb:
         yield f"reshard.bucket_mb={cfg.reshard.bucket_mb} but /dev/shm has {free} MiB free; set reshard.bucket_mb lower"
     if cfg.cluster.port is not None and 0 < cfg.cluster.port < 65536 and port_taken(cfg.cluster.port):
         yield f"cluster.port={cfg.cluster.port} is taken by another program; leave it out to have a free one chosen"
@@ -404,6 +410,11 @@ def _gpus(cfg: Config) -> Iterator[str]:
         numbers = "+".join(map(str, ranks.values())) + (f"={wanted}" if len(ranks) > 1 else "")
         change = "make them fewer" if len(ranks) > 1 else f"set actor.parallel.ranks={gpus} or less"
         yield f"{'+'.join(ranks)}={numbers} but this machine has {gpus} GPUs; {change}"
+    engines, size = cfg.rollout.engines, cfg.rollout.engine.get("tp_size", 1)
+    if gpus is not None and type(size) is int and size > 1 and engines * size > gpus:
+        yield (
+            f"rollout.engines*rollout.engine.tp_size={engines}*{size} but this machine has {gpus} GPUs; make one of them smaller"
+        )
 
 
 def _gpu_bytes() -> int | None:

@@ -3,17 +3,41 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from megarl.batch import Batch, Sample
+from megarl.bridge.model_map import ModelMap
+from megarl.config import Config
+from megarl.config.paths import user_path
 from megarl.controller.engines import EngineGroup
 from megarl.controller.workers import WorkerGroup
 from megarl.errors import RunError
-from megarl.reshard.colocated import Colocated, Receivers
+from megarl.reshard.colocated import Colocated
+from megarl.reshard.disk import Disk
+from megarl.reshard.distributed import Distributed
+from megarl.reshard.transfer import Receivers, Transfer
 
 _TOLERANCE = {"float32": 1e-5, "bfloat16": 0.25}  # bfloat16: two different orders of rounding, no more is promised
 _PROBE_TOKENS = 48
+
+
+def transport(cfg: Config, model: ModelMap, source: Path, folder: Path) -> Transfer:
+    """The way of the weights that a configuration names. `source`: the model's folder; `folder`: where weights go that travel by disk,
+    unless it names another."""
+    r = cfg.reshard
+    options = {
+        "dtype": cfg.rollout.dtype or cfg.model.dtype,
+        "bucket_bytes": r.bucket_mb << 20,
+        "verify": r.verify,
+        "full_every": r.full_every,
+    }
+    if r.transport == "disk":
+        return Disk(model, **options, folder=user_path(r.folder) if r.folder else folder, source=source)
+    if r.transport == "distributed":
+        return Distributed(model, **options, timeout=cfg.cluster.worker_timeout)
+    return Colocated(model, **options)
 
 
 @dataclass
@@ -22,7 +46,7 @@ class WeightSync:
 
     actor: WorkerGroup
     engines: EngineGroup
-    transfer: Colocated
+    transfer: Transfer
     dtype: str  # the coarser one of the trainer's and the engines'
     probe: bool
     probe_tolerance: float | None

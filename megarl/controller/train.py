@@ -34,12 +34,11 @@ from megarl.controller.rollout import Generated, GroupSelection, Replayed, Rollo
 from megarl.controller.saving import Saving
 from megarl.controller.selection import Bypassed, Scored, Selection, unequal
 from megarl.controller.shaping import Shaping
-from megarl.controller.sync import WeightSync
+from megarl.controller.sync import WeightSync, transport
 from megarl.controller.trainer import Trainer
 from megarl.controller.workers import WorkerGroup
 from megarl.errors import RunError
 from megarl.observe.observer import Observer
-from megarl.reshard.colocated import Colocated
 from megarl.rewards import Rewarder
 
 
@@ -112,9 +111,7 @@ def _build(cfg: Config, prepared: Prepared, observer: Observer, stack: ExitStack
     with observer.stage("start the engine"):
         engines.ready()
     dtype = cfg.rollout.dtype or cfg.model.dtype
-    transfer = Colocated(
-        prepared.model, dtype=dtype, bucket_bytes=cfg.reshard.bucket_mb << 20, verify=cfg.reshard.verify
-    )
+    transfer = transport(cfg, prepared.model, prepared.folder, observer.folder.path / "weights")
     stack.callback(transfer.close)
     coarser = "bfloat16" if "bfloat16" in (dtype, cfg.model.dtype) else dtype
     sync = WeightSync(

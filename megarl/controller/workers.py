@@ -21,6 +21,7 @@ from megarl.controller.calls import Later, wait_for
 from megarl.controller.placement import options
 from megarl.errors import RunError
 from megarl.reshard.bucket import BucketSpec
+from megarl.reshard.link import Meeting, Regions
 from megarl.roles.models import Models
 from megarl.roles.worker import Worker
 
@@ -70,9 +71,7 @@ class WorkerGroup:
 
     def start(self) -> None:
         """Begin building on all ranks; `ready` waits for it, so that engines can start beside."""
-        address, port = wait_for([self.actors[0].address.remote()], "looking for a port", self._timeout, self._process)[
-            0
-        ]
+        address, port = self.meeting_place()
         world = len(self.actors)
         self._pending = [actor.start.remote(rank, world, address, port) for rank, actor in enumerate(self.actors)]
 
@@ -111,11 +110,24 @@ class WorkerGroup:
             "update_critic", "update of the critic", lambda part: part, batch, self._value_objective.reads
         )
 
-    def write(self, bucket: BucketSpec, role: str = "actor") -> None:
-        self._all("write", "writing weights", bucket, role)
+    def write(self, bucket: BucketSpec, role: str = "actor") -> list[dict[str, int]]:
+        return self._all("write", "writing weights", bucket, role)
 
-    def fingerprints(self, names: Sequence[str], dtype: str) -> list[dict[str, int]]:
-        return self._all("fingerprints", "fingerprinting weights", list(names), dtype)
+    def meeting_place(self) -> tuple[str, int]:
+        (place,) = wait_for([self.actors[0].address.remote()], "looking for a port", self._timeout, self._process)
+        return place
+
+    def regions(self) -> list[Regions]:
+        return self._all("regions", "linking ranks and engines")
+
+    def link(self, meeting: Meeting) -> None:
+        self._all("link", "linking ranks and engines", meeting)
+
+    def send(self, bucket: BucketSpec) -> list[dict[str, int]]:
+        return self._all("send", "sending weights", bucket)
+
+    def flush(self) -> None:
+        self._all("flush", "sending weights")
 
     def save(self, folder: Path, role: str) -> dict[str, tuple[int, str]]:
         """Write a role to a checkpoint; size and digest of its files by path in the folder."""

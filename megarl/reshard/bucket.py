@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from megarl.errors import RunError
 
-_ALIGN = 64  # bytes; a cache line, and a multiple of every element's size
+ALIGN = 64  # bytes; a cache line, and a multiple of every element's size
 
 
 class BucketTensor(NamedTuple):
@@ -23,6 +23,12 @@ class BucketTensor(NamedTuple):
     shape: tuple[int, ...]
     offset: int  # bytes from the start of the file
 
+    @classmethod
+    def of(cls, raw: Sequence[Any]) -> BucketTensor:
+        """From what JSON makes of it."""
+        name, dtype, shape, offset = raw
+        return cls(name, dtype, tuple(shape), offset)
+
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * getattr(torch, self.dtype).itemsize
@@ -30,23 +36,28 @@ class BucketTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class BucketSpec:
-    """Where the tensors of a bucket lie. `fingerprint` asks the receiver for the fingerprints of its own copy."""
+    """Where the tensors of a bucket lie, and of which of them both sides take fingerprints (`prove`).
+
+    `reused`: the file is written again and again, so whoever has mapped it keeps the mapping: its pages cost more than what is copied.
+    """
 
     path: str
     tensors: list[BucketTensor]
-    fingerprint: bool = False
+    prove: tuple[str, ...] = ()
+    reused: bool = False
+    number: int | None = None  # of a bucket that comes as messages (`Distributed`), in the plan
 
     @classmethod
     def plan(
-        cls, path: str, tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], fingerprint: bool = False
+        cls, path: str, tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], prove: Iterable[str] = ()
     ) -> BucketSpec:
         """Lay tensors out one after the other, each aligned to a cache line."""
         placed, offset = [], 0
         for name, dtype, shape in tensors:
             item = BucketTensor(name, str(dtype).removeprefix("torch."), tuple(shape), offset)
             placed.append(item)
-            offset += -(-item.nbytes // _ALIGN) * _ALIGN
-        return cls(path, placed, fingerprint)
+            offset += -(-item.nbytes // ALIGN) * ALIGN
+        return cls(path, placed, tuple(prove))
 
     @property
     def nbytes(self) -> int:
@@ -71,18 +82,18 @@ class BucketSpec:
             os.close(handle)
 
     def views(self) -> dict[str, torch.Tensor]:
-        """Map the file and return its tensors: shared and writable, no copy. The mapping lives as long as a view of it.
+        """Map the file and return its tensors: shared and writable, no copy. The mapping lives as long as a view of it, or is kept.
 
         Raises RunError when the file is missing or shorter than the tensors say.
         """
         need = max(self.nbytes, 1)
         try:
-            size = os.stat(self.path).st_size
+            found = os.stat(self.path)
         except OSError as error:
             raise RunError(f"weight bucket {self.path}: {error.strerror}") from error
-        if size < need:
-            raise RunError(f"weight bucket {self.path} has {size} bytes, its tensors need {need}")
-        data = torch.from_file(self.path, shared=True, size=need, dtype=torch.uint8)
+        if found.st_size < need:
+            raise RunError(f"weight bucket {self.path} has {found.st_size} bytes, its tensors need {need}")
+        data = _kept(self.path, found.st_ino, found.st_size) if self.reused else _mapped(self.path, need)
         return {
             item.name: data[item.offset : item.offset + item.nbytes].view(getattr(torch, item.dtype)).view(item.shape)
             for item in self.tensors
@@ -94,5 +105,22 @@ class BucketSpec:
     @classmethod
     def from_json(cls, text: str) -> BucketSpec:
         raw = json.loads(text)
-        tensors = [BucketTensor(name, dtype, tuple(shape), offset) for name, dtype, shape, offset in raw["tensors"]]
-        return cls(raw["path"], tensors, raw["fingerprint"])
+        tensors = [BucketTensor.of(item) for item in raw["tensors"]]
+        return cls(raw["path"], tensors, tuple(raw["prove"]), raw["reused"], raw["number"])
+
+
+_mappings: dict[tuple[str, int, int], torch.Tensor] = {}  # of this process
+
+
+def _kept(path: str, inode: int, size: int) -> torch.Tensor:
+    """The mapping of a whole file, made once. Those of files that are gone would keep their memory: they are given up."""
+    key = (path, inode, size)
+    if key not in _mappings:
+        for old in [old for old in _mappings if old[0] == path or not os.path.exists(old[0])]:
+            del _mappings[old]
+        _mappings[key] = _mapped(path, size)
+    return _mappings[key]
+
+
+def _mapped(path: str, size: int) -> torch.Tensor:
+    return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)

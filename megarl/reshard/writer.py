@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,12 +13,12 @@ from megarl.bridge.model_map import Parameter
 from megarl.megatron.parallel import Place
 from megarl.reshard.bucket import BucketSpec
 from megarl.reshard.fingerprint import combine, partial
+from megarl.reshard.link import Outlet, Region
 
 
 class _Slice(NamedTuple):
     tensor: torch.Tensor
     copy: Copy
-    float32: bool  # whatever the model's dtype is
 
 
 class ShardWriter:
@@ -38,25 +38,45 @@ class ShardWriter:
             if not parameter.exported or replica is None or turns[of_experts] % replica[1] != replica[0]:
                 continue
             for copy in parameter.copies(place):
-                self._slices[copy.hf_name].append(_Slice(tensor.data, copy, parameter.float32))
+                self._slices[copy.hf_name].append(_Slice(tensor.data, copy))
 
     @torch.no_grad()
-    def write(self, bucket: BucketSpec) -> None:
-        """Write this rank's part of a bucket, in the bucket's dtype."""
-        for name, whole in bucket.views().items():
-            for piece in self._slices.get(name, ()):
-                whole[piece.copy.hf].copy_(piece.tensor[piece.copy.local])
+    def write(self, bucket: BucketSpec) -> dict[str, int]:
+        """Write this rank's part of a bucket, in the bucket's dtype; its shares of the fingerprints that the bucket asks for.
 
-    @torch.no_grad()
-    def fingerprints(self, names: Iterable[str], dtype: str) -> dict[str, int]:
-        """This rank's share of the fingerprints of the named tensors, modulo 2**64: taken in `dtype`, or in float32 where a
-        tensor stays that."""
+        A share is taken of the rank's own weights, not of what it wrote, right after writing: they are still in the cache.
+        """
         shares: dict[str, int] = {}
-        for name in names:
+        asked = set(bucket.prove)
+        for name, whole in bucket.views().items():
             pieces = self._slices.get(name, ())
-            if pieces:
-                kind = torch.float32 if pieces[0].float32 else getattr(torch, dtype)
-                shares[name] = combine(
-                    [partial(p.tensor[p.copy.local].to(kind), [s.start for s in p.copy.hf]) for p in pieces]
-                )
+            for piece in pieces:
+                whole[piece.copy.hf].copy_(piece.tensor[piece.copy.local])
+            if pieces and name in asked:
+                shares[name] = _share(pieces, whole.dtype)
         return shares
+
+    def regions(self) -> dict[str, list[Region]]:
+        """What this rank answers for."""
+        return {
+            name: [tuple((s.start, s.stop) for s in piece.copy.hf) for piece in pieces]
+            for name, pieces in self._slices.items()
+        }
+
+    @torch.no_grad()
+    def send(self, bucket: BucketSpec, outlet: Outlet) -> dict[str, int]:
+        """Begin to send this rank's part of a bucket; its shares of the fingerprints that the bucket asks for."""
+        held = [item.name for item in bucket.tensors if item.name in self._slices]
+        outlet.send(bucket.tensors, {name: [p.tensor[p.copy.local] for p in self._slices[name]] for name in held})
+        asked = set(bucket.prove)
+        kinds = {item.name: getattr(torch, item.dtype) for item in bucket.tensors}
+        return {name: _share(self._slices[name], kinds[name]) for name in held if name in asked}
+
+    @torch.no_grad()
+    def fingerprints(self, names: Iterable[str], dtype: torch.dtype) -> dict[str, int]:
+        """This rank's shares of the fingerprints of the named tensors, modulo 2**64, taken in `dtype`."""
+        return {name: _share(self._slices[name], dtype) for name in names if name in self._slices}
+
+
+def _share(pieces: Sequence[_Slice], dtype: torch.dtype) -> int:
+    return combine([partial(p.tensor[p.copy.local].to(dtype), [s.start for s in p.copy.hf]) for p in pieces])

@@ -15,6 +15,7 @@ from megarl.batch import Batch
 from megarl.config import Config
 from megarl.config.schema import ParallelConfig
 from megarl.reshard.bucket import BucketSpec
+from megarl.reshard.link import Meeting, Region
 from megarl.roles.models import Models
 from megarl.roles.ports import unused_port
 from megarl.roles.watch import watched
@@ -120,15 +121,30 @@ class Worker:
         with self.roles.looking("actor") as engine:
             return self._answer(engine.log_probs(batch, temperature=1.0), {"log_probs": "log_probs"})
 
-    def write(self, bucket: BucketSpec, role: str = "actor") -> None:
-        """Put this rank's slices of a bucket's tensors, of the actor or the critic, to their places in the shared bucket."""
+    def write(self, bucket: BucketSpec, role: str = "actor") -> dict[str, int]:
+        """Put this rank's slices of a bucket's tensors, of the actor or the critic, to their places in the shared bucket; this rank's
+        shares of the fingerprints that the bucket asks for."""
         with self.roles.looking(role):
-            self.writers[role].write(bucket)
+            return self.writers[role].write(bucket)
 
-    def fingerprints(self, names: list[str], dtype: str) -> dict[str, int]:
-        """This rank's share of each tensor's fingerprint; the shares of all ranks add up to the whole."""
+    def regions(self) -> dict[str, list[Region]]:
+        """The parts of the actor's tensors that this rank answers for."""
+        return self.writers["actor"].regions()
+
+    def link(self, meeting: Meeting) -> None:
+        """Join the group over which weights go to engines that share no memory with this rank."""
+        from megarl.reshard.link import Outlet
+
+        self.outlet = Outlet(meeting, self.place.rank, self.regions())
+
+    def send(self, bucket: BucketSpec) -> dict[str, int]:
+        """As `write`, over the link."""
         with self.roles.looking("actor"):
-            return self.writers["actor"].fingerprints(names, dtype)
+            return self.writers["actor"].send(bucket, self.outlet)
+
+    def flush(self) -> None:
+        """Return when all that was sent has been taken."""
+        self.outlet.flush()
 
     def save(self, folder: str, role: str) -> dict[str, tuple[int, str]]:
         """Write this rank's part of a role to a checkpoint; size and digest of the files it wrote, by path in the folder."""

@@ -19,7 +19,8 @@ from typing import Any
 from megarl.batch.sample import Prompt, Sample
 from megarl.cpu import process_env
 from megarl.errors import RunError, UserError
-from megarl.reshard.bucket import BucketSpec
+from megarl.reshard.bucket import BucketSpec, BucketTensor
+from megarl.reshard.link import Meeting, Regions
 from megarl.rollout import session
 from megarl.rollout.answers import Open
 from megarl.rollout.group import begin
@@ -56,9 +57,10 @@ class Engine:
     ):
         """Start an engine on a Hugging Face folder and wait until it answers.
 
-        threads: CPU cores it computes on (None: all). max_total_tokens: size of its KV cache in tokens (None: SGLang's choice
-        on a GPU, a moderate one on CPU). extra: any other SGLang engine argument, with the last word. progress_timeout: seconds
-        without a new token, while any is asked for, or without an answer to a call, after which the engine is taken for hung.
+        threads: CPU cores it computes on (None: all), shared out over its ranks (tp_size in `extra`). max_total_tokens: size of
+        its KV cache in tokens (None: SGLang's choice on a GPU, a moderate one on CPU). extra: any other SGLang engine argument, with
+        the last word. progress_timeout: seconds without a new token, while any is asked for, or without an answer to a call, after
+        which the engine is taken for hung.
         log: file for what SGLang prints (None: one that is gone with the engine; errors quote from it).
         """
         self._folder = tempfile.mkdtemp(prefix="megarl-engine-")
@@ -68,7 +70,8 @@ class Engine:
         self._progress_timeout = progress_timeout
         self._keys = itertools.count()
         self._seed = seed
-        self._process, self._connection = self._spawn(threads or os.cpu_count() or 1)
+        ranks = int((extra or {}).get("tp_size", 1))
+        self._process, self._connection = self._spawn(max(1, (threads or os.cpu_count() or 1) // ranks))
         settings = {
             "model_path": str(model_path),
             "dtype": dtype,
@@ -106,7 +109,8 @@ class Engine:
     def ready(self) -> dict[str, Any]:
         """Facts about the running engine: pid, sglang (its version), context_length, longest_prompt,
         max_total_tokens (all in tokens), capacity (responses sampled at one time), vocabulary, stop_token_ids,
-        weight_version, updating, sampling (responses asked and not answered)."""
+        weight_version, updating, sampling (responses asked and not answered), update_seconds (of the last weight update inside
+        SGLang: load, prove)."""
         return {**self._info, **self._call("state")}
 
     def exchange(self, asks: Sequence[Ask], sampling: Sampling, wait: float = WAIT, stop: bool = False) -> Progress:
@@ -151,6 +155,10 @@ class Engine:
         Raises RunError naming the tensor that the model does not have, or has in another shape or dtype.
         """
         self._call("load_bucket", bucket)
+
+    def link(self, meeting: Meeting, first: int, sources: list[Regions], plan: list[list[BucketTensor]]) -> None:
+        """Within an update: join the group over which buckets come that lie in no file, this engine's ranks as `first` and on."""
+        self._call("link", meeting, first, sources, plan, timeout=meeting.timeout + self._progress_timeout)
 
     def end_update(self) -> dict[str, int]:
         """Close the update and forget what was cached under the old weights.

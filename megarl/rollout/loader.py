@@ -1,52 +1,77 @@
-"""What runs inside SGLang's scheduler when weights arrive: it takes a bucket from shared memory into the model.
+"""What runs inside SGLang's schedulers, one a tensor-parallel rank, when weights arrive: it takes a bucket into the model.
 
 SGLang calls `load` for `update_weights_from_tensor(load_format="megarl.rollout.loader.load")`. The tensors of that call are
 placeholders; their names are paths of request files (see `write_request`). SGLang answers "Success" whatever happens here, and
-skips names that it does not know in silence, so every bucket is checked before and read back after, and the outcome is
-written to a report file beside the request.
+skips names that it does not know in silence, so every bucket is checked before and read back after, and every rank writes the
+outcome to a report file beside the request.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megarl.errors import RunError
-from megarl.reshard.bucket import BucketSpec
-from megarl.reshard.fingerprint import fingerprint
+from megarl.reshard.bucket import BucketSpec, BucketTensor
+from megarl.reshard.fingerprint import combine, partial
+from megarl.reshard.link import Inlet, Meeting, Regions
+from megarl.rollout.shards import shards_of
 
 FORMAT = "megarl.rollout.loader.load"
 
-_MLP_MULTIPLE = 32  # sglang.srt.configs.update_config
-
-_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-# SGLang holds a layer's experts as two tensors, (experts, 2 x MLP, hidden) and (experts, hidden, MLP); the checkpoint one by one.
-_EXPERTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
-_MIXTRAL_BLOCK, _MIXTRAL_NAMES = "block_sparse_moe.experts", {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+_inlet: Inlet | None = None  # of this scheduler, where weights come as messages
 
 
-def write_request(path: Path, bucket: BucketSpec) -> None:
-    """Write what `load` will read at `path`, and forget an older report."""
-    report_path(path).unlink(missing_ok=True)
-    path.write_text(bucket.to_json())
+def bucket_request(bucket: BucketSpec) -> str:
+    """Load a bucket."""
+    return json.dumps({"bucket": bucket.to_json()})
 
 
-def report_path(request: Path) -> Path:
-    return request.with_suffix(".report")
+def link_request(meeting: Meeting, first: int, sources: list[Regions], plan: list[list[BucketTensor]]) -> str:
+    """Join a group over which buckets will come, the engine's rank 0 as `first`."""
+    return json.dumps({"link": {"meeting": asdict(meeting), "first": first, "sources": sources, "plan": plan}})
 
 
-def read_report(request: Path) -> dict[str, Any]:
-    """{"fingerprints": {name: int}, "expected": [names of all tensors of the model]}.
+def write_request(path: Path, request: str, ranks: int) -> None:
+    """Write what `load` will read at `path`, and forget older reports."""
+    for rank in range(ranks):
+        _report_path(path, rank).unlink(missing_ok=True)
+    path.write_text(request)
 
-    Raises RunError with the loader's own words when it failed, or wrote nothing.
+
+def read_reports(request: Path, ranks: int) -> dict[str, Any]:
+    """What all ranks say together: {"fingerprints": {name: int}, "expected": {names of all tensors of the model},
+    "seconds": {what: of the slowest rank}}.
+
+    Raises RunError with the loader's own words where a rank failed or wrote nothing, and where two ranks that hold the same part of
+    a tensor hold it differently.
     """
+    reports = [_read_report(request, rank) for rank in range(ranks)]
+    parts: dict[str, dict[tuple[int, ...], int]] = {}
+    for rank, report in enumerate(reports):
+        for name, origin, value in report["parts"]:
+            known = parts.setdefault(name, {}).setdefault(tuple(origin), value)
+            if known != value:
+                raise RunError(
+                    f"weight sync: {name} in the engine's rank {rank} differs from another rank's copy of it"
+                )
+    return {
+        "fingerprints": {name: combine(list(shares.values())) for name, shares in parts.items()},
+        "expected": {name for report in reports for name in report["expected"]},
+        "seconds": {what: max(report["seconds"][what] for report in reports) for what in ("load", "prove")},
+    }
+
+
+def _read_report(request: Path, rank: int) -> dict[str, Any]:
     try:
-        report = json.loads(report_path(request).read_text())
+        report = json.loads(_report_path(request, rank).read_text())
     except (OSError, ValueError) as error:
         raise RunError(f"no report came back from loading {request}: {error}") from error
     if "error" in report:
@@ -54,76 +79,59 @@ def read_report(request: Path) -> dict[str, Any]:
     return report
 
 
+def _report_path(request: Path, rank: int) -> Path:
+    return request.with_suffix(f".report-{rank}")
+
+
 def load(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
     """SGLang's custom weight loader. Never raises: an exception here would end the scheduler."""
+    from sglang.srt.runtime_context import get_parallel
+
+    rank = get_parallel().tp_rank
     for path, _ in named_tensors:
         try:
-            report = load_bucket(model, BucketSpec.from_json(Path(path).read_text()))
+            report = _done(model, json.loads(Path(path).read_text()), rank)
         except Exception as error:  # noqa: BLE001  raising here would end the scheduler
             report = {"error": str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"}
-        unfinished = Path(path).with_suffix(".writing")
+        unfinished = Path(path).with_suffix(f".writing-{rank}")
         unfinished.write_text(json.dumps(report))
-        os.replace(unfinished, report_path(Path(path)))
+        os.replace(unfinished, _report_path(Path(path), rank))
+
+
+def _done(model: torch.nn.Module, request: dict[str, Any], rank: int) -> dict[str, Any]:
+    global _inlet
+    if "bucket" in request:
+        return load_bucket(model, BucketSpec.from_json(request["bucket"]))
+    _inlet = None  # the group before it, with its threads
+    asked = request["link"]
+    sources = [
+        {name: [tuple((a, b) for a, b in region) for region in regions] for name, regions in source.items()}
+        for source in asked["sources"]
+    ]
+    plan = [[BucketTensor.of(item) for item in tensors] for tensors in asked["plan"]]
+    _inlet = Inlet(Meeting(**asked["meeting"]), asked["first"] + rank, sources, plan)
+    return {"parts": [], "expected": [], "seconds": {"load": 0.0, "prove": 0.0}}
 
 
 @torch.no_grad()
 def load_bucket(model: torch.nn.Module, bucket: BucketSpec) -> dict[str, Any]:
-    """Load a bucket into `model`, and report on the model's own copy. Raises RunError naming the tensor that does not fit."""
-    own = checkpoint_views(model)
+    """Load a bucket into `model`, and report on the model's own copy. Raises RunError naming the tensor that does not fit.
+
+    The bucket has whole tensors: SGLang's own loader takes this rank's part of each.
+    """
+    tensors = bucket.views() if bucket.number is None else _inlet.receive(bucket.number)  # type: ignore[union-attr]
+    begun = time.perf_counter()
+    own = shards_of(model)
+    held = {}
     for item in bucket.tensors:
         if item.name not in own:
             raise RunError(f"the engine's model has no tensor {item.name}")
-        view = own[item.name] = _without_padding(own[item.name], item.shape)
-        if tuple(view.shape) != item.shape:
-            raise RunError(f"{item.name} came as {item.shape}, the engine's model has it as {tuple(view.shape)}")
-        if str(view.dtype) != f"torch.{item.dtype}":
-            raise RunError(f"{item.name} came as {item.dtype}, the engine's model has it as {view.dtype}")
+        held[item.name] = shard = own[item.name].real(item.name, item.shape)
+        if str(shard.view.dtype) != f"torch.{item.dtype}":
+            raise RunError(f"{item.name} came as {item.dtype}, the engine's model has it as {shard.view.dtype}")
     load_weights: Callable[[Any], Any] = model.load_weights  # type: ignore[assignment]
-    load_weights(iter(bucket.views().items()))
-    prints = {item.name: fingerprint(own[item.name]) for item in bucket.tensors} if bucket.fingerprint else {}
-    return {"fingerprints": prints, "expected": list(own)}
-
-
-def _without_padding(view: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """SGLang's CPU path rounds the MLP up to a multiple of 32 and fills up with zeros; the checkpoint's part comes first."""
-    real = view
-    for dim, (have, size) in enumerate(zip(view.shape, shape, strict=False)):
-        if have != size and have == -(-size // _MLP_MULTIPLE) * _MLP_MULTIPLE:
-            if real.narrow(dim, size, have - size).any():
-                raise RunError("the engine's model has weights where it should have zeros of padding")
-            real = real.narrow(dim, 0, size)
-    return real
-
-
-def checkpoint_views(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The model's own parameters under the checkpoint's names and shapes: views, nothing is copied.
-
-    Fused projections and experts are cut where the checkpoint has separate tensors, padded vocabularies to the real one.
-    Parameters that several modules share appear once, under the first name, as in a checkpoint with tied embeddings.
-    """
-    return dict(_views(model))
-
-
-def _views(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, parameter in model.named_parameters():
-        module_name, _, kind = name.rpartition(".")
-        parent, _, leaf = module_name.rpartition(".")
-        module = model.get_submodule(module_name)
-        if leaf in _FUSED:
-            parts = parameter.data.split(module.output_partition_sizes)
-            for part, view in zip(_FUSED[leaf], parts, strict=True):
-                yield f"{parent}.{part}.{kind}", view
-        elif leaf == "experts" and kind in _EXPERTS:
-            yield from _of_experts(module_name, kind, parameter.data)
-        elif hasattr(module, "org_vocab_size"):
-            yield name, parameter.data[: module.org_vocab_size]
-        else:
-            yield name, parameter.data
-
-
-def _of_experts(module_name: str, kind: str, weights: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    parts = _EXPERTS[kind]
-    for number, expert in enumerate(weights):
-        for part, view in zip(parts, expert.chunk(len(parts)), strict=True):
-            name = _MIXTRAL_NAMES[part] if module_name.endswith(_MIXTRAL_BLOCK) else part
-            yield f"{module_name}.{number}.{name}.weight", view
+    load_weights(iter(tensors.items()))
+    loaded = time.perf_counter()
+    parts = [(name, held[name].origin, partial(held[name].view, held[name].origin)) for name in bucket.prove]
+    seconds = {"load": loaded - begun, "prove": time.perf_counter() - loaded}
+    return {"parts": parts, "expected": list(own), "seconds": seconds}

@@ -20,7 +20,8 @@ from sglang.srt.server_args import ServerArgs
 
 from megarl.cpu import has_cuda
 from megarl.errors import RunError, UserError
-from megarl.reshard.bucket import BucketSpec
+from megarl.reshard.bucket import BucketSpec, BucketTensor
+from megarl.reshard.link import Meeting, Regions
 from megarl.rollout import loader
 from megarl.rollout.requests import Requests
 from megarl.rollout.sampling import Ask, Progress, Sampling
@@ -51,11 +52,16 @@ class Server:
     def __init__(self, model_path: str, dtype: str, max_total_tokens: int | None, seed: int, extra: dict[str, Any]):
         self.model_path = model_path
         self.stop_token_ids = end_tokens(Path(model_path))
+        self.ranks = int(extra.get("tp_size", 1))  # processes of the engine that hold weights
+        if not has_cuda():
+            os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _cores(self.ranks))
         self.engine = _Quiet(**engine_arguments(model_path, dtype, max_total_tokens, seed, extra))
         limits = self.engine._scheduler_init_result.scheduler_infos[0]
         self.max_total_tokens = int(limits["max_total_num_tokens"])
         self.longest_prompt = int(limits["max_req_input_len"]) - 1  # SGLang refuses the limit itself
         self.context_length = int(self.engine.tokenizer_manager.context_len)
+        # Else Python walks through every object of SGLang's processes, a third of a second each time a cache is flushed.
+        self._run(self.engine.tokenizer_manager.freeze_gc())
         state = self._run(self.engine.tokenizer_manager.get_internal_state())[0]
         self.capacity = int(state["effective_max_running_requests_per_dp"])
         self.requests = Requests(
@@ -71,6 +77,7 @@ class Server:
         self.expected: set[str] = set()
         self.loaded: set[str] = set()
         self.fingerprints: dict[str, int] = {}
+        self.seconds = {"load": 0.0, "prove": 0.0}  # of the last update, inside SGLang's scheduler
 
     def info(self) -> dict[str, Any]:
         return {
@@ -89,6 +96,7 @@ class Server:
             "weight_version": self.version,
             "updating": self.updating is not None,
             "sampling": len(self.requests),
+            "update_seconds": self.seconds,
         }
 
     # ---- sampling
@@ -137,23 +145,33 @@ class Server:
         _accepted(self.engine.begin_weight_update())
         self.updating, self.broken = version, ""
         self.expected, self.loaded, self.fingerprints = set(), set(), {}
+        self.seconds = dict.fromkeys(self.seconds, 0.0)
+
+    def link(self, meeting: Meeting, first: int, sources: list[Regions], plan: list[list[BucketTensor]]) -> None:
+        self._ask(loader.link_request(meeting, first, sources, plan))
 
     def load_bucket(self, bucket: BucketSpec) -> None:
-        request = Path(tempfile.gettempdir(), "bucket.json")
-        loader.write_request(request, bucket)
+        report = self._ask(loader.bucket_request(bucket))
+        self.expected |= report["expected"]
+        self.loaded.update(item.name for item in bucket.tensors)
+        self.fingerprints |= report["fingerprints"]
+        for what, seconds in report["seconds"].items():
+            self.seconds[what] += seconds
+
+    def _ask(self, what: str) -> dict[str, Any]:
+        """What the schedulers' loaders answer together."""
+        request = Path(tempfile.gettempdir(), "request.json")
+        loader.write_request(request, what, self.ranks)
         try:
             _accepted(
                 self.engine.update_weights_from_tensor(
                     [(str(request), torch.zeros(1))], load_format=loader.FORMAT, flush_cache=False
                 )
             )
-            report = loader.read_report(request)
+            return loader.read_reports(request, self.ranks)
         except RunError as error:
             self._give_up(str(error))
             raise
-        self.expected.update(report["expected"])
-        self.loaded.update(item.name for item in bucket.tensors)
-        self.fingerprints.update(report["fingerprints"])
 
     def end_update(self) -> dict[str, int]:
         if missing := sorted(self.expected - self.loaded):
@@ -187,6 +205,13 @@ class Server:
     def _run(self, coroutine: Any) -> Any:
         loop: asyncio.AbstractEventLoop = self.engine.loop
         return loop.run_until_complete(coroutine)
+
+
+def _cores(ranks: int) -> str:
+    """This machine's cores, shared out: SGLang asks for it where an engine has more ranks than the machine has NUMA nodes."""
+    cores = sorted(os.sched_getaffinity(0))
+    shares = [cores[rank::ranks] or [cores[rank % len(cores)]] for rank in range(ranks)]
+    return "|".join(",".join(map(str, share)) for share in shares)
 
 
 def _accepted(answer: Any) -> None:

@@ -55,6 +55,21 @@ CASES = {
             "rollout.top_k is 0; it must be at least 1, or -1 for all tokens",
         ),
     ),
+    "engines and their weights": bad(
+        "rollout.engine.tp_size=0",
+        "rollout.engine.pp_size=2",
+        "reshard.folder={root}/weights",
+        said=(
+            "rollout.engine.tp_size is 0; it must be a whole number of at least 1",
+            "rollout.engine.pp_size=2: an engine cannot be given weights stage by stage",
+            "reshard.folder={root}/weights is where weights travel by disk, and reshard.transport is colocated",
+        ),
+    ),
+    "a folder of weights that cannot be": bad(
+        "reshard.transport=disk",
+        "reshard.folder={root}/train.jsonl/weights",
+        said="reshard.folder ({root}/train.jsonl/weights) cannot be made: {root}/train.jsonl is not a folder",
+    ),
     "estimator's option": bad(
         "algorithm.advantage_options.epsilon=1",
         "algorithm.policy_loss_options.tau=1",

@@ -50,7 +50,7 @@ class Weights:
 
     def give(self, receivers) -> None:
         shapes = [(name, t.dtype, tuple(t.shape)) for name, t in self.tensors.items()]
-        spec = BucketSpec.plan(str(self.directory / "bucket"), shapes, fingerprint=True)
+        spec = BucketSpec.plan(str(self.directory / "bucket"), shapes, prove=self.tensors)
         spec.create()
         for name, view in spec.views().items():
             view.copy_(self.tensors[name])

@@ -9,20 +9,27 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megarl.reshard.bucket import BucketSpec
+from megarl.reshard.link import Meeting, Outlet, Regions
 from tests.distributed import free_port
+
+LAYOUTS = {"tp2": {"tensor": 2}, "pp2": {"pipeline": 2}, "dp2": {"data": 2}, "ep2": {"data": 2, "expert": 2}}
+# biases; tied with a copy on the last stage; norms of queries and keys; experts
+FAMILY = {"tp2": "qwen2-untied", "pp2": "qwen2", "dp2": "qwen3", "ep2": "qwen3-moe"}
 
 
 class Ranks:
     """The trainer's side of a transfer, over pipes: what the controller's worker group is over Ray."""
 
-    def __init__(self, folder: Path, *, tensor: int = 1, pipeline: int = 1, data: int = 1):
+    def __init__(self, folder: Path, *, tensor: int = 1, pipeline: int = 1, data: int = 1, expert: int = 1):
         context = multiprocessing.get_context("spawn")
         world, port = tensor * pipeline * data, free_port()
         self._pipes, self._processes = [], []
         for rank in range(world):
             ours, theirs = context.Pipe()
-            arguments = (theirs, rank, world, port, str(folder), tensor, pipeline)
+            arguments = (theirs, rank, world, port, str(folder), tensor, pipeline, expert)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -30,16 +37,34 @@ class Ranks:
             self._processes.append(process)
         self._answers()
 
-    def write(self, bucket: BucketSpec) -> None:
-        self._all("write", bucket)
+    def write(self, bucket: BucketSpec) -> list[dict[str, int]]:
+        return self._all("write", bucket)
 
     def fingerprints(self, names: Sequence[str], dtype: str) -> list[dict[str, int]]:
         return self._all("fingerprints", list(names), dtype)
 
-    def change(self, rank: int) -> None:
-        """Every weight of a rank gets another value, as after an update."""
-        self._pipes[rank].send(("change", ()))
-        self._answer(rank)
+    def meeting_place(self) -> tuple[str, int]:
+        return "127.0.0.1", free_port()
+
+    def regions(self) -> list[Regions]:
+        return self._all("regions")
+
+    def link(self, meeting: Meeting) -> None:
+        self._all("link", meeting)
+
+    def send(self, bucket: BucketSpec) -> list[dict[str, int]]:
+        return self._all("send", bucket)
+
+    def flush(self) -> None:
+        self._all("flush")
+
+    def change(self) -> None:
+        """Every weight gets another value, as after an update."""
+        self._all("change")
+
+    def restore(self) -> None:
+        """Back to the checkpoint's weights; nothing is frozen."""
+        self._all("restore")
 
     def freeze(self, rank: int, name: str) -> None:
         """From now on the rank writes what the named tensor is now, while its weights go on."""
@@ -68,10 +93,10 @@ class Ranks:
         return value
 
 
-def _serve(pipe: Any, rank: int, world: int, port: int, folder: str, tensor: int, pipeline: int) -> None:
+def _serve(pipe: Any, rank: int, world: int, port: int, folder: str, tensor: int, pipeline: int, expert: int) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
-        server = _Server(rank, world, port, folder, tensor, pipeline)
+        server = _Server(rank, world, port, folder, tensor, pipeline, expert)
         pipe.send((True, None))
         while True:
             method, arguments = pipe.recv()
@@ -84,25 +109,56 @@ def _serve(pipe: Any, rank: int, world: int, port: int, folder: str, tensor: int
 
 
 class _Server:
-    def __init__(self, rank: int, world: int, port: int, folder: str, tensor: int, pipeline: int):
+    def __init__(self, rank: int, world: int, port: int, folder: str, tensor: int, pipeline: int, expert: int):
         from megarl.megatron import parallel
         from megarl.megatron.engine import EngineSettings, MegatronEngine
         from megarl.reshard.writer import ShardWriter
 
-        place = parallel.start(rank, world, "127.0.0.1", port, tensor=tensor, pipeline=pipeline, seed=1, timeout=60)
+        layout = {"tensor": tensor, "pipeline": pipeline, "expert": expert}
+        place = parallel.start(rank, world, "127.0.0.1", port, **layout, seed=1, timeout=60)
         self.engine = MegatronEngine(Path(folder), place, EngineSettings("float32"))
         self.writer = ShardWriter(self.engine.parameters(), place)
         self.stop = parallel.stop
+        self._rank = rank
+        self._first = [tensor.detach().clone() for _, tensor in self.engine.parameters()]
         self._frozen: dict[str, list[Any]] = {}
 
-    def write(self, bucket: BucketSpec) -> None:
-        self.writer.write(bucket)
+    def regions(self) -> Regions:
+        return self.writer.regions()
+
+    def link(self, meeting: Meeting) -> None:
+        self._outlet = Outlet(meeting, self._rank, self.regions())
+
+    def flush(self) -> None:
+        self._outlet.flush()
+
+    def send(self, bucket: BucketSpec) -> dict[str, int]:
+        """With what is frozen in the place of the weights, but not in that of their fingerprints."""
+        outlet = self._outlet
+
+        class Stale:
+            @staticmethod
+            def send(tensors: Any, slices: dict[str, Any]) -> None:
+                outlet.send(
+                    tensors, slices | {n: [old for _, old in held] for n, held in self._frozen.items() if n in slices}
+                )
+
+        return self.writer.send(bucket, Stale)  # type: ignore[arg-type]
+
+    def write(self, bucket: BucketSpec) -> dict[str, int]:
+        shares = self.writer.write(bucket)
         for name, whole in bucket.views().items():
             for region, old in self._frozen.get(name, ()):
                 whole[region].copy_(old)
+        return shares
 
     def fingerprints(self, names: list[str], dtype: str) -> dict[str, int]:
-        return self.writer.fingerprints(names, dtype)
+        return self.writer.fingerprints(names, getattr(torch, dtype))
+
+    def restore(self) -> None:
+        self._frozen = {}
+        for (_, tensor), first in zip(self.engine.parameters(), self._first, strict=True):
+            tensor.data.copy_(first)
 
     def change(self) -> None:
         for _, tensor in self.engine.parameters():

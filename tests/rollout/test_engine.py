@@ -33,7 +33,7 @@ def buckets(tensors, directory, count=3, verify=True):
         spec = BucketSpec.plan(
             str(directory / f"bucket{index % 2}"),
             [(n, tensors[n].dtype, tuple(tensors[n].shape)) for n in part],
-            verify,
+            part if verify else (),
         )
         spec.create()
         for name, view in spec.views().items():

@@ -1,0 +1,143 @@
+"""What every way of moving weights has in common: buckets planned once from the model's map, the order of an update, and its proof."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from megarl.bridge.model_map import ModelMap
+from megarl.errors import RunError
+from megarl.reshard.bucket import BucketSpec
+from megarl.reshard.fingerprint import combine
+
+SAMPLED = 32  # "sampled" proves every so manieth tensor, others each time
+
+
+class Writers(Protocol):
+    """All ranks that hold a model."""
+
+    def write(self, bucket: BucketSpec) -> list[dict[str, int]]:
+        """Return when every rank has written its slices: each rank's shares of the fingerprints that the bucket asks for."""
+
+
+class Receivers(Protocol):
+    """The engines' side."""
+
+    def begin_update(self, version: int) -> None: ...
+
+    def load(self, bucket: BucketSpec) -> object:
+        """Start loading; the answer is waited for with `loaded`."""
+
+    def loaded(self, token: object) -> None: ...
+
+    def end_update(self) -> list[dict[str, int]]:
+        """Finish; the fingerprints that each engine took of its own copy."""
+
+
+@dataclass(frozen=True)
+class ReshardReport:
+    seconds: float
+    bytes: int
+    tensors: int
+    verified: int  # tensors proved equal on every engine
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "reshard/seconds": self.seconds,
+            "reshard/gigabytes": self.bytes / 1e9,
+            "reshard/verified": float(self.verified),
+            "reshard/tensors": float(self.tensors),
+        }
+
+
+class Transfer(ABC):
+    """Moves all weights, bucket by bucket, and proves their arrival.
+
+    Every rank takes the fingerprints of its own weights when it writes them, the engines take theirs of their own copies when
+    they have loaded: both while the other side is at work on another bucket.
+    """
+
+    def __init__(self, model_map: ModelMap, *, dtype: str, bucket_bytes: int, verify: str, full_every: int = 0):
+        """`verify`: full, sampled or off. `full_every`: with "sampled" one update of so many is proved in full; 0: the first."""
+        self.buckets = plan(model_map, getattr(torch, dtype), bucket_bytes)
+        self.bytes = sum(b.nbytes for b in self.buckets)
+        self._verify = verify
+        self._full_every = full_every
+        self._turn = 0
+
+    def push(self, shards: Writers, receivers: Receivers, version: int) -> ReshardReport:
+        """Give the engines the trainer's weights as `version`. Raises RunError naming the first tensor that is not equal."""
+        start = time.perf_counter()
+        proved = self._to_prove()
+        receivers.begin_update(version)
+        shares = self._move([self._asking(bucket, proved) for bucket in self.buckets], shards, receivers, version)
+        _compare(proved, shares, receivers.end_update())
+        self._turn += 1
+        tensors = sum(len(b.tensors) for b in self.buckets)
+        return ReshardReport(time.perf_counter() - start, self.bytes, tensors, len(proved))
+
+    @abstractmethod
+    def _move(
+        self, buckets: Sequence[BucketSpec], shards: Writers, receivers: Receivers, version: int
+    ) -> list[dict[str, int]]:
+        """Have all buckets written and loaded; the shares of the fingerprints that `write` answered with."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what the transfer holds."""
+
+    def _to_prove(self) -> set[str]:
+        names = [t.name for b in self.buckets for t in b.tensors]
+        if self._verify == "off":
+            return set()
+        full = self._turn % self._full_every == 0 if self._full_every else self._turn == 0
+        if self._verify == "full" or full:
+            return set(names)
+        return set(names[self._turn % SAMPLED :: SAMPLED])
+
+    @staticmethod
+    def _asking(bucket: BucketSpec, proved: set[str]) -> BucketSpec:
+        return replace(bucket, prove=tuple(t.name for t in bucket.tensors if t.name in proved))
+
+
+def plan(model_map: ModelMap, dtype: torch.dtype, bucket_bytes: int) -> list[BucketSpec]:
+    """Every tensor of the checkpoint once, in order, as `dtype` or, where it stays that, as float32; a tensor larger than a bucket
+    travels alone in one of its own size."""
+    groups: list[list[tuple[str, torch.dtype, tuple[int, ...]]]] = []
+    kept = model_map.float32
+    used = 0
+    for name, shape in model_map.hf_shapes.items():
+        tensor = (name, torch.float32 if name in kept else dtype, tuple(shape))
+        size = BucketSpec.plan("", [tensor, tensor]).tensors[1].offset  # with what aligns the next
+        if groups and used + size <= bucket_bytes:
+            groups[-1].append(tensor)
+            used += size
+        else:
+            groups.append([tensor])
+            used = size
+    return [BucketSpec.plan("", group) for group in groups]
+
+
+def _compare(names: set[str], shares: list[dict[str, int]], engines: list[dict[str, int]]) -> None:
+    parts: dict[str, list[int]] = defaultdict(list)
+    for share in shares:
+        for name, part in share.items():
+            parts[name].append(part)
+    for name in sorted(names):
+        if name not in parts:
+            raise RunError(f"weight sync: no trainer rank answers for {name}")
+        whole = combine(parts[name])
+        for number, engine in enumerate(engines):
+            if name not in engine:
+                raise RunError(f"weight sync: engine {number} did not report {name}: it was never loaded")
+            if engine[name] != whole:
+                raise RunError(
+                    f"weight sync: {name} in engine {number} differs from the trainer's "
+                    f"(fingerprint {engine[name]:016x}, should be {whole:016x})"
+                )

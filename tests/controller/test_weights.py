@@ -1,0 +1,100 @@
+"""Weights of real ranks in real engines, over every transport: proved by fingerprints, and log-probs equal the trainer's to 1e-5."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from megarl import config
+from megarl.controller.cluster import cluster
+from megarl.controller.engines import EngineGroup
+from megarl.controller.preflight import preflight
+from megarl.controller.sync import WeightSync, transport
+from megarl.controller.workers import WorkerGroup
+from megarl.models.tiny import make_tiny
+from tests.controller.runs import CONFIG
+
+TRANSPORTS = ("colocated", "distributed", "disk")
+LAYOUTS = {
+    "TP1": {"ranks": 1, "tensor": 1},
+    "TP2+SP": {"ranks": 2, "tensor": 2, "sequence": True},
+    "PP2": {"ranks": 2, "pipeline": 2},
+    "TP2+PP2": {"ranks": 4, "tensor": 2, "pipeline": 2},
+    "EP2": {"ranks": 2, "expert": 2},
+}
+FAMILIES = ("qwen2", "qwen2-untied", "qwen3", "llama", "qwen3-moe")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with cluster(config.load(CONFIG, []).cluster, tmp_path_factory.mktemp("logs")):
+        yield
+
+
+@contextmanager
+def engines_of(folder: Path, ranks: int) -> Iterator[EngineGroup]:
+    cfg = config.load(CONFIG, [f"model.path={folder}", f"rollout.engine={{tp_size: {ranks}}}"])
+    engines = EngineGroup(cfg, folder)
+    try:
+        engines.ready()
+        yield engines
+    finally:
+        engines.shutdown()
+
+
+def layouts_of(family: str) -> dict[str, dict[str, int | bool]]:
+    """Experts need sequence parallelism wherever tensors are cut; models without have nothing to cut over EP."""
+    if family != "qwen3-moe":
+        return {name: layout for name, layout in LAYOUTS.items() if name != "EP2"}
+    return {name: layout | {"sequence": layout.get("tensor", 1) > 1} for name, layout in LAYOUTS.items()}
+
+
+def check_syncs(folder: Path, layout: dict[str, int | bool], engines: list[EngineGroup], scratch: Path) -> int:
+    """Give engines, whatever weights they have, those of ranks that read `folder`, once over each transport."""
+    parallel = {"tensor": 1, "sequence": False} | layout
+    overrides = [f"actor.parallel.{key}={str(value).lower()}" for key, value in parallel.items()]
+    cfg = config.load(CONFIG, [f"model.path={folder}", *overrides])
+    prepared = preflight(cfg)
+    actor = WorkerGroup(cfg, prepared.models, prepared.model.dims.hidden)
+    checked = 0
+    try:
+        actor.start()
+        actor.ready()
+        for group in engines:
+            for kind in TRANSPORTS:
+                cfg.reshard.transport, cfg.reshard.bucket_mb = kind, 1
+                moving = transport(cfg, prepared.model, prepared.folder, scratch / "weights")
+                sync = WeightSync(actor, group, moving, "float32", True, 1e-5, prepared.model.dims.vocab)
+                try:
+                    for version in (1, 2):  # the second over what the first has set up
+                        metrics = sync.push(version)
+                        assert (
+                            metrics["reshard/verified"] == metrics["reshard/tensors"] == len(prepared.model.hf_shapes)
+                        )
+                        assert metrics["reshard/probe_abs_max"] <= 1e-5
+                        checked += 1
+                finally:
+                    moving.close()
+    finally:
+        for rank in actor:
+            rank.__ray_terminate__.remote()
+    return checked
+
+
+def test_two_ranks_give_weights_to_an_engine_of_two(tmp_path: Path) -> None:
+    first, other = (make_tiny("qwen2-untied", tmp_path / str(seed), seed=seed) for seed in (0, 1))
+    with engines_of(other, 2) as engines:
+        assert check_syncs(first, LAYOUTS["TP2+SP"], [engines], tmp_path) == 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_layout_to_engines_of_one_and_two_ranks(family: str, tmp_path: Path) -> None:
+    first, other = (make_tiny(family, tmp_path / str(seed), seed=seed) for seed in (0, 1))
+    with ExitStack() as stack:
+        engines = [stack.enter_context(engines_of(other, ranks)) for ranks in (1, 2)]
+        for layout in layouts_of(family).values():
+            assert check_syncs(first, layout, engines, tmp_path) == 12

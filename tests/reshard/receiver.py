@@ -1,0 +1,56 @@
+"""The engines' side of a transfer, without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Thread
+
+from torch import Tensor
+
+from megarl.reshard.bucket import BucketSpec, BucketTensor
+from megarl.reshard.fingerprint import fingerprint
+from megarl.reshard.link import Inlet, Meeting, Regions
+
+
+class Receiver:
+    """Copies what it is given, and takes fingerprints of its own copy. `fault` may change the copy before."""
+
+    def __init__(self, fault: Callable[[dict[str, Tensor]], object] = lambda tensors: None):
+        self._inlet: Inlet
+        self.tensors: dict[str, Tensor] = {}
+        self.arrivals: list[str] = []
+        self.buckets: list[list[str]] = []
+        self.versions: list[int] = []
+        self._fault = fault
+
+    def members(self) -> tuple[object, ...]:
+        return (self,)
+
+    def ranks(self) -> int:
+        return 1
+
+    def link(self, meeting: Meeting, sources: list[Regions], plan: list[list[BucketTensor]]) -> object:
+        """As an engine does in its own process, beside the ranks that join."""
+        joining = Thread(target=lambda: setattr(self, "_inlet", Inlet(meeting, meeting.sources, sources, plan)))
+        joining.start()
+        return joining
+
+    def begin_update(self, version: int) -> None:
+        self.versions.append(version)
+        self.tensors, self.arrivals, self.buckets = {}, [], []
+
+    def load(self, bucket: BucketSpec) -> BucketSpec:
+        return bucket  # it is read as late as allowed: when its file is to be written again
+
+    def loaded(self, token: BucketSpec | Thread) -> None:
+        if isinstance(token, Thread):
+            token.join()
+            return
+        views = token.views() if token.number is None else self._inlet.receive(token.number)
+        self.buckets.append(list(views))
+        self.arrivals += views
+        self.tensors |= {name: view.clone() for name, view in views.items()}
+
+    def end_update(self) -> list[dict[str, int]]:
+        self._fault(self.tensors)
+        return [{name: fingerprint(tensor) for name, tensor in self.tensors.items()}]
