@@ -45,7 +45,7 @@ def finished(folder: Path, *settings: str, root: Path | None = None) -> Run:
 
 def killed(folder: Path, at: int, *settings: str, title: str | None = None) -> Run:
     """kill -9, after the checkpoint of a step, of the command or of a process of its."""
-    with Run(folder, *settings, "run.steps=1000") as run:
+    with Run(folder, *settings) as run:
         latest = f"*/checkpoints/step-{at:06d}/state.json"
         run.until(lambda: list(run.root.glob(latest)), 150, f"a checkpoint of step {at}")
         if title is None:
@@ -78,12 +78,15 @@ def weights(run: Path) -> Iterator[tuple[str, torch.Tensor]]:
             yield from ((f"{role}: {name}", tensor) for name, tensor in load_file(file).items())
 
 
-def check_same(one: Path, other: Path, tolerance: float = 0.0) -> None:
+def check_same(one: Path, other: Path, tolerance: float = 0.0, unlike: tuple[str, ...] = ()) -> None:
     a, b = dict(weights(one)), dict(weights(other))
     assert a.keys() == b.keys() and a
     for name, tensor in a.items():
         assert float((tensor - b[name]).abs().max()) <= tolerance * float(tensor.abs().max()), name
-    rows = list(zip(numbers(one), numbers(other), strict=True))
+    rows = [
+        [{k: v for k, v in row.items() if not (unlike and k.startswith(unlike))} for row in pair]
+        for pair in zip(numbers(one), numbers(other), strict=True)
+    ]
     assert [row["step"] for row, _ in rows] == [1, 2, 3, 4]
     for row, again in rows:
         assert again == pytest.approx(row, rel=tolerance * 10, abs=tolerance)
@@ -100,16 +103,8 @@ def ppo(tmp_path_factory: pytest.TempPathFactory) -> Whole:
 
 
 def gone_on(folder: Path, whole: Whole, at: int, *more: str, title: str | None = None) -> Run:
-    run = killed(
-        folder / "killed",
-        at,
-        *whole.settings,
-        f"rollout.record={folder / 'own.jsonl'}",
-        "checkpoint.every=1",
-        title=title,
-    )
+    run = killed(folder / "killed", at, *whole.replayed(), title=title)
     back_to(run.run_folder, at)
-    # Without a recording of the whole run nobody could say what the samples would have been: those are given.
     return finished(folder / "again", *whole.replayed("run.resume=auto", *more), root=run.root)
 
 
@@ -117,7 +112,7 @@ def test_killed_and_gone_on_it_is_the_same_run(whole: Whole, tmp_path: Path) -> 
     run = gone_on(tmp_path, whole, 2)
     (folder,) = (tmp_path / "killed" / "runs").iterdir()
     check_same(whole.run.run_folder, folder)
-    assert "goes on after step 2" in run.out and "rollout.replay was None" in run.out
+    assert "goes on after step 2" in run.out
     assert json.loads((folder / "summary.json").read_text())["status"] == "finished"
     assert sorted(p.name for p in folder.glob("config*.yaml")) == ["config.until-step-2.yaml", "config.yaml"]
     steps = [json.loads(line)["step"] for line in (folder / "samples.jsonl").read_text().splitlines()]
@@ -141,17 +136,18 @@ def test_critic_and_statistics_come_back(ppo: Whole, tmp_path: Path, title: str 
 @pytest.mark.slow
 def test_sampled_again_it_is_the_same_run(whole: Whole, tmp_path: Path) -> None:
     """No recording: every response has a seed of its own, which does not depend on what was before."""
-    run = killed(tmp_path / "killed", 2, *COMMON, "checkpoint.every=1")
+    run = killed(tmp_path / "killed", 2, *COMMON, "run.steps=1000", "checkpoint.every=1")
     back_to(run.run_folder, 2)
     finished(tmp_path / "again", *COMMON, "checkpoint.every=2", "run.resume=auto", root=run.root)
-    check_same(whole.run.run_folder, run.run_folder)
+    # What the engine says of its tokens depends in the last bit on what it was sampling beside them.
+    check_same(whole.run.run_folder, run.run_folder, unlike=("mismatch/",))
 
 
 @pytest.mark.slow
 def test_what_was_sampled_and_not_used_is_not_lost(tmp_path: Path) -> None:
     """Unfinished responses of an oversampled step wait in the checkpoint."""
     settings = (*COMMON, "rollout.oversample=2", "rollout.unfinished=keep", "checkpoint.every=1")
-    run = killed(tmp_path / "killed", 2, *settings)
+    run = killed(tmp_path / "killed", 2, *settings, "run.steps=1000")
     back_to(run.run_folder, 2)
     state = json.loads((run.run_folder / "checkpoints" / "step-000002" / "state.json").read_text())["state"]
     waiting = [g["name"] for key in ("resumed", "new") for g in state["rollout"][key]]
