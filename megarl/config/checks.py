@@ -22,6 +22,7 @@ RANGES = {
     "run.steps": "[1,",
     "run.seed": "[0,4294967295]",  # what numpy, and so SGLang, takes
     "run.max_restarts": "[0,",
+    "cluster.nodes": "[1,",
     "checkpoint.every": "[0,",
     "checkpoint.keep": "[1,",
     "data.prompts_per_step": "[1,",
@@ -444,4 +445,9 @@ def _cluster(cfg: Config) -> Iterator[str]:
         yield (
             f"cluster.address={cfg.cluster.address} joins a Ray cluster, cluster.port={cfg.cluster.port} is for a new "
             "one; remove one of them"
+        )
+    if cfg.cluster.nodes is not None and cfg.cluster.address is None:
+        yield (
+            f"cluster.nodes={cfg.cluster.nodes} waits for the machines of a Ray cluster that is joined; set cluster.address, or start "
+            "the run by torchrun (megarl.launch), which sets both"
         )

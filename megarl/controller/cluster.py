@@ -17,15 +17,22 @@ from megarl.config.schema import ClusterConfig
 from megarl.errors import RunError
 
 
+def environment() -> dict[str, str]:
+    """What Ray's processes must find in their environment."""
+    return {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # an actor without GPUs must not lose sight of CPU-only settings
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "RAY_DEDUP_LOGS": "0",
+        # Ray's 15 would let anything else on the machine starve a run
+        "RAY_worker_niceness": os.environ.get("RAY_worker_niceness", "0"),  # noqa: SIM112 Ray's own spelling
+    }
+
+
 @contextmanager
 def cluster(settings: ClusterConfig, logs: Path) -> Iterator[None]:
     """A running Ray for the block. After a failure the logs of Ray's processes are kept in `logs`."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = (
-        "0"  # an actor without GPUs must not lose sight of CPU-only settings
-    )
-    os.environ["RAY_DEDUP_LOGS"] = "0"
-    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would let anything else on the machine starve a run
+    os.environ.update(environment())
     if settings.port is not None:
         os.environ["RAY_GCS_SERVER_PORT"] = str(settings.port)
     import ray
@@ -43,6 +50,7 @@ def cluster(settings: ClusterConfig, logs: Path) -> Iterator[None]:
         if scratch is not None:
             os.environ["TMPDIR"] = str(scratch)  # what Ray's processes leave behind goes with it, however they ended
         _start(ray, settings, scratch)
+        _wait_for_nodes(ray, settings)
         yield
     except BaseException:
         if scratch is not None:
@@ -100,6 +108,18 @@ def _start(ray: Any, settings: ClusterConfig, scratch: Path | None) -> None:
         raise RunError(
             f"Ray could not be {'joined' if scratch is None else 'started'} {where}{port}: {first}"
         ) from error
+
+
+def _wait_for_nodes(ray: Any, settings: ClusterConfig) -> None:
+    """Of a cluster that is joined, machines may come later than the run. RunError where they do not come in time."""
+    end = time.monotonic() + settings.worker_timeout
+    while (there := sum(node["Alive"] for node in ray.nodes())) < (settings.nodes or 1):
+        if time.monotonic() > end:
+            raise RunError(
+                f"{there} of cluster.nodes={settings.nodes} machines joined the Ray cluster at {settings.address} within "
+                f"{settings.worker_timeout:.0f} s"
+            )
+        time.sleep(0.5)
 
 
 def _keep_logs(scratch: Path, logs: Path) -> None:

@@ -19,6 +19,7 @@ from megarl.batch import Prompt, Sample
 from megarl.config import Config
 from megarl.controller.calls import ProcessLost, wait_for
 from megarl.controller.generation import Generation
+from megarl.controller.workers import interface
 from megarl.errors import RunError
 from megarl.reshard.bucket import BucketSpec, BucketTensor
 from megarl.reshard.link import Meeting, Regions
@@ -103,7 +104,7 @@ class EngineGroup:
     def _place(self, number: int) -> tuple[dict[str, float], dict[str, str]]:
         """What Ray is asked for an engine, and its environment. Engines share the GPUs of the actor's ranks; several GPUs, of each of
         which it takes a part, are more than Ray can be asked for, so they are named."""
-        environment = cpu.process_env(self._threads)
+        environment = cpu.process_env(self._threads) | interface(self.config.cluster)
         if not torch.cuda.is_available():
             return {"num_cpus": 0}, environment
         if self.size == 1:

@@ -15,9 +15,10 @@ from megarl.errors import RunError
 
 def options(layout: ParallelConfig, *, shared: bool, name: str, timeout: float) -> list[dict[str, Any]]:
     """Of each rank, in order. The actor's ranks share their GPUs with engines; ranks of a role's own get whole ones (`whole`).
-    Without a GPU nothing is asked for."""
+    Without a GPU nothing is asked for on one machine, and a core on several."""
     if not torch.cuda.is_available():
-        return [{"num_cpus": 0}] * layout.ranks
+        alone = sum(node["Alive"] for node in ray.nodes()) == 1
+        return [{"num_cpus": 0}] * layout.ranks if alone else whole(layout, "CPU", name, timeout)
     if shared:
         return [{"num_gpus": 0.5}] * layout.ranks
     return whole(layout, "GPU", name, timeout)

@@ -16,7 +16,7 @@ from megarl.algorithms.value_loss import ValueObjective
 from megarl.batch import Batch, Level
 from megarl.batch.packing import shares
 from megarl.config import Config
-from megarl.config.schema import ParallelConfig
+from megarl.config.schema import ClusterConfig, ParallelConfig
 from megarl.controller.calls import Later, wait_for
 from megarl.controller.placement import options
 from megarl.errors import RunError
@@ -56,6 +56,7 @@ class WorkerGroup:
         threads = threads if layout else config.actor.threads
         environment = cpu.process_env(threads or max(1, (os.cpu_count() or 1) // self.layout.ranks))
         environment |= _search_path() | {"MEGARL_RANKS": name}  # for whoever looks at the processes of a machine
+        environment |= interface(config.cluster)
         self.actors = [
             ray.remote(Worker)
             .options(runtime_env={"env_vars": environment}, max_concurrency=1, **place)
@@ -249,6 +250,12 @@ class _Part:
         self.totals = denominators(batch.padded("loss_mask"), max_length=group.config.rollout.max_new_tokens)
         sent = batch.pop(["uid"])
         self.references = [ray.put(sent.take(torch.tensor(part, dtype=torch.long))) for part in self.rows]
+
+
+def interface(cluster: ClusterConfig) -> dict[str, str]:
+    """What gloo and NCCL read."""
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if cluster.interface else ()
+    return {name: str(cluster.interface) for name in names}
 
 
 def _search_path() -> dict[str, str]:

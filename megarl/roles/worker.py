@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-import socket
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import ray.util
 
 from megarl.algorithms import Denominators, Objective, advantage
 from megarl.algorithms.divergence import EXACT_KL
@@ -35,7 +36,7 @@ class Worker:
     def address(self) -> tuple[str, int]:
         """An address of this host and a free port on it, for the ranks to meet at."""
         alone = self.config.cluster.address is None
-        return "127.0.0.1" if alone else socket.gethostbyname(socket.gethostname()), unused_port()
+        return "127.0.0.1" if alone else ray.util.get_node_ip_address(), unused_port()
 
     def start(self, rank: int, world: int, address: str, port: int) -> dict[str, Any]:
         """Join the job and build the roles; answers where the rank stands."""

@@ -1,0 +1,162 @@
+"""A run on several machines, started by torchrun on each of them:
+
+    torchrun --nnodes N --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:PORT -m megarl.launch train CONFIG [KEY=VALUE ...]
+
+torchrun's processes find each other; each starts Ray's node on its machine. The first is Ray's head and runs `megarl train`, which waits
+for all nodes (`cluster.nodes`); the others stay until it has ended. All end with its exit code, and take their Ray down with them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from megarl import cli
+from megarl.controller.cluster import environment
+
+_LOOK = 0.5  # seconds between two looks at what others said
+_PATIENCE = 60.0  # seconds that a node of Ray may take to answer, and that others may take to hear of the end
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code of the run, on every machine."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    problem = _problem(os.environ, arguments)
+    if problem:
+        print(f"megarl: {problem}", file=sys.stderr)
+        return 2
+    from torch.distributed import rendezvous
+
+    store, rank, world = next(iter(rendezvous("env://", timeout=timedelta(seconds=600))))
+    return _lead(store, world, arguments) if rank == 0 else _follow(store, rank)
+
+
+def _problem(given: Mapping[str, str], arguments: Sequence[str]) -> str | None:
+    if not arguments or arguments[0] != "train":
+        return "megarl.launch starts `train CONFIG [KEY=VALUE ...]`, as the megarl command takes it"
+    if missing := [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in given]:
+        return f"megarl.launch is started by torchrun, and {missing[0]} is not set: torchrun --nnodes N -m megarl.launch train …"
+    if (count := given.get("LOCAL_WORLD_SIZE", "1")) != "1":
+        return (
+            f"torchrun --nproc-per-node {count}: one process a machine starts everything on it; set --nproc-per-node 1"
+        )
+    return None
+
+
+def _lead(store: Any, world: int, arguments: list[str]) -> int:
+    code = 1
+    try:
+        address = _own_address()
+        port = _free_port(address)
+        head = ["--head", f"--port={port}", f"--node-ip-address={address}", "--include-dashboard=false"]
+        with _ray(head) as node:
+            _until(lambda: _listens(address, port), node, "Ray's head did not start")
+            store.set("head", f"{address}:{port}")
+            code = cli.main([*arguments, f"cluster.address={address}:{port}", f"cluster.nodes={world}"])
+    finally:
+        store.set("exit", str(code))
+        end = time.monotonic() + _PATIENCE  # the store may be in this process, and goes with it
+        while time.monotonic() < end and not all(store.check([f"seen/{rank}"]) for rank in range(1, world)):
+            time.sleep(_LOOK)
+    return code
+
+
+def _follow(store: Any, rank: int) -> int:
+    for number in (signal.SIGTERM, signal.SIGINT):  # the first decides: it may want to save before all end
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        while not store.check(["head"]):
+            if store.check(["exit"]):
+                break
+            time.sleep(_LOOK)
+        else:
+            head = store.get("head").decode()
+            own = f"--node-ip-address={_address_towards(head.rpartition(':')[0])}"
+            with _ray([f"--address={head}", own]) as node:
+                while not store.check(["exit"]):
+                    if node.poll() is not None:
+                        print(f"megarl: Ray's node of rank {rank} ended before the run did", file=sys.stderr)
+                        return 1
+                    time.sleep(_LOOK)
+        code = int(store.get("exit"))
+        store.set(f"seen/{rank}", "1")
+        return code
+    except RuntimeError as error:  # of the store: its process is gone
+        print(f"megarl: rank 0 is gone, and with it the run ({str(error).splitlines()[0]})", file=sys.stderr)
+        return 1
+
+
+@contextmanager
+def _ray(options: list[str]) -> Iterator[subprocess.Popen]:
+    """A node of Ray on this machine for the block, in a process group of its own."""
+    scratch = Path(tempfile.mkdtemp(prefix=f"megarl-ray-{os.getpid()}-", dir="/tmp"))  # short: sockets lie in it
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", *options, "--block", "--disable-usage-stats"]
+    if "--head" in options:
+        command.append(f"--temp-dir={scratch}")  # which other nodes take over
+    if "MEGARL_NODE_CPUS" in os.environ:
+        command.append(f"--num-cpus={os.environ['MEGARL_NODE_CPUS']}")
+    if "MEGARL_NODE_OBJECT_STORE_MB" in os.environ:
+        command.append(f"--object-store-memory={int(os.environ['MEGARL_NODE_OBJECT_STORE_MB']) << 20}")
+    log = (scratch / "node.log").open("wb")
+    node = subprocess.Popen(
+        command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env={**os.environ, **environment()}
+    )
+    try:
+        yield node
+        if node.poll() is not None:
+            sys.stderr.write((scratch / "node.log").read_text(errors="replace")[-2000:])
+    finally:
+        for number, patience in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
+            with suppress(ProcessLookupError):
+                os.killpg(node.pid, number)
+            with suppress(subprocess.TimeoutExpired):
+                node.wait(patience)
+        log.close()
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _until(condition: Any, node: subprocess.Popen, what: str) -> None:
+    end = time.monotonic() + _PATIENCE
+    while not condition():
+        if node.poll() is not None or time.monotonic() > end:
+            raise SystemExit(f"megarl: {what}")
+        time.sleep(_LOOK)
+
+
+def _own_address() -> str:
+    """Of the first machine, as torchrun names it."""
+    return socket.gethostbyname(os.environ["MASTER_ADDR"])
+
+
+def _address_towards(other: str) -> str:
+    """Of this machine, on the way to another one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # nothing is sent
+        probe.connect((other, 9))
+        return str(probe.getsockname()[0])
+
+
+def _free_port(address: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])
+
+
+def _listens(address: str, port: int) -> bool:
+    with socket.socket() as probe:
+        probe.settimeout(1.0)
+        return probe.connect_ex((address, port)) == 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
