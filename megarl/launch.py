@@ -2,8 +2,8 @@
 
     torchrun --nnodes N --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:PORT -m megarl.launch train CONFIG [KEY=VALUE ...]
 
-torchrun's processes find each other; each starts Ray's node on its machine. The first is Ray's head and runs `megarl train`, which waits
-for all nodes (`cluster.nodes`); the others stay until it has ended. All end with its exit code, and take their Ray down with them.
+torchrun's processes find each other; each starts Ray's node on its machine. The first is Ray's head and runs `megarl train`, which
+waits for all nodes (`cluster.nodes`); the others stay until it has ended. All end with its exit code, and take their Ray down.
 """
 
 from __future__ import annotations

@@ -76,9 +76,9 @@ IN_SHORT = ("one rank", "small micro-batches", "tp2", "pp2", "dp2", "cp2")
 BF16 = ("one rank", "tp2 sp", "pp2", "dp2", "cp2", "pp2 vpp2")
 FP8 = ("one rank", "tp2 sp")
 # Rounding differs from kernel to kernel: an error may be so many times that of transformers' own bfloat16 (against its float32).
-# A float8 has 4 bits (gradients of hybrid recipes 3) where a bfloat16 has 8, so its rounding is 16 to 32 times as coarse; the worst
-# element of many is spared some of that.
-BF16_FACTOR, FP8_FACTOR = 2.0, 16.0
+# A float8 has 4 bits (gradients of hybrid recipes 3) where a bfloat16 has 8, so its rounding is 16 to 32 times as coarse. Half of the
+# gradients' tensors were measured at 10 to 18 times, the worst one, a norm's of queries whose terms cancel, at 21.
+BF16_FACTOR, FP8_FACTOR, FP8_WORST_GRADIENT = 2.0, 16.0, 32.0
 # Where other losses are compared, of one family; besides on all layouts of more than two ranks.
 OTHER_LOSSES = ("one rank", "small micro-batches", "dp2", "tp2 sp", "pp2 vpp2", "cp2")
 # family, layout, dtype, recipe of emulated float8
@@ -201,12 +201,11 @@ def test_coarser_numbers_are_as_near_as_those_of_transformers(
     entropy = max(theirs.entropy, theirs.log_probs)  # an average of the log-probs' errors, which may cancel
     record_invariant(f"{head} entropy, largest difference {goal}", result.entropy, factor * entropy)
     worst = max(distance for tensor, distance in result.gradients.items() if tensor in theirs.gradients)
-    record_invariant(f"{head} worst of all gradients, relative {goal}", worst, factor * theirs.worst_gradient)
+    of_worst = factor if recipe is None else FP8_WORST_GRADIENT
+    told = f"(goal: {of_worst:g} × transformers' bfloat16)"
+    record_invariant(f"{head} worst of all gradients, relative {told}", worst, of_worst * theirs.worst_gradient)
     # One number each, whose error may be near 0 by luck: beside the errors of what they are made of.
-    # The loss is a small difference of large terms: bfloat16's was measured at up to 2.2 times, float8's at 9 to 18: twice the factor.
-    of_loss = 2 * factor
-    told = f"(goal: {of_loss:g} × transformers' bfloat16)"
-    record_invariant(f"{head} loss, relative {told}", result.loss, of_loss * max(theirs.loss, theirs.log_probs))
+    record_invariant(f"{head} loss, relative {goal}", result.loss, factor * max(theirs.loss, theirs.log_probs))
     scale = max(theirs.grad_norm, theirs.worst_gradient)
     record_invariant(f"{head} gradient norm, relative {goal}", result.grad_norm, factor * scale)
     if recipe is None:
