@@ -36,7 +36,8 @@ CONFIG, METADATA, COMMON = "metadata.json", ".metadata", "common.pt"
 LATEST = "latest_checkpointed_iteration.txt"  # of a folder of Megatron-LM: names the checkpoint in it
 _BLOCK_BYTES = 16 << 20  # read at a time where rows are cut
 
-# Every class that `Metadata` is made of, in the versions of torch and of megatron-core that write it.
+# Every class that `Metadata` is made of, in the versions of torch and of megatron-core that write it. None is needed itself: what they
+# hold is read into `_Record`s.
 _METADATA_CLASSES: Mapping[str, frozenset[str]] = {
     "torch.distributed.checkpoint.metadata": frozenset(
         {
@@ -46,14 +47,11 @@ _METADATA_CLASSES: Mapping[str, frozenset[str]] = {
     ),
     "torch.distributed.checkpoint.filesystem": frozenset({"_StorageInfo", "_StoragePrefix"}),
     "torch.distributed.checkpoint.planner": frozenset({"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"}),
-    "torch": frozenset(
-        {"Size", *(str(d).removeprefix("torch.") for d in vars(torch).values() if isinstance(d, torch.dtype))}
-    ),
     "torch.serialization": frozenset({"_get_layout"}),
+    "megatron.core.dist_checkpointing.strategies.torch": frozenset({"MCoreMetadata", "MCoreSavePlan"}),
     "pathlib": frozenset({"PosixPath", "PurePosixPath"}),
-    "collections": frozenset({"OrderedDict"}),
 }
-
+_DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 
 # How `torch.save` names the kind of a tensor's elements.
 _STORAGES = {
@@ -254,8 +252,10 @@ def read_metadata(folder: Path) -> tuple[dict[str, Stored], dict[str, tuple[str,
     tensors: dict[str, Stored] = {}
     objects: dict[str, tuple[str, int, int]] = {}
     try:
-        where = {(index.fqn, tuple(index.offset) if index.offset is not None else None): info
-                 for index, info in metadata.storage_data.items()}  # fmt: skip
+        where = {}
+        for index, info in metadata.storage_data.items():
+            offset = getattr(index, "offset", None)  # missing: of what is no tensor
+            where[index.fqn, None if offset is None else tuple(offset)] = info
         for key, entry in metadata.state_dict_metadata.items():
             if not hasattr(entry, "chunks"):
                 objects[key] = _place(where[key, None])
@@ -263,7 +263,10 @@ def read_metadata(folder: Path) -> tuple[dict[str, Stored], dict[str, tuple[str,
             chunks = tuple(
                 Chunk(tuple(c.offsets), tuple(c.sizes), *_place(where[key, tuple(c.offsets)])) for c in entry.chunks
             )
-            tensors[key] = Stored(entry.properties.dtype, tuple(entry.size), chunks)
+            dtype = entry.properties.state[0]  # its own order: dtype, layout, requires_grad, memory format, pinned
+            if not isinstance(dtype, torch.dtype):
+                raise TypeError(f"{key} has the dtype {dtype!r}")
+            tensors[key] = Stored(dtype, tuple(entry.size), chunks)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path} does not describe a checkpoint: {error!r}.") from error
     return tensors, objects
@@ -278,7 +281,7 @@ def safe_metadata(path: Path) -> Any:
         raise
     except Exception as error:
         raise UserError(f"{path} is damaged: {_first_line(error)}.") from error
-    if not hasattr(found, "state_dict_metadata"):
+    if not isinstance(found, _Record):
         raise UserError(f"{path} holds a {type(found).__name__} where a checkpoint's metadata was expected.")
     return found
 
@@ -291,16 +294,24 @@ class _Metadata(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         module = module.removesuffix("._local")  # pathlib's, since Python 3.13
         if name in _METADATA_CLASSES.get(module, ()):
-            return super().find_class(module, name)
-        if name in ("MCoreMetadata", "MCoreSavePlan") and module.startswith("megatron.core.dist_checkpointing"):
-            return _Old  # of megatron-core 0.15: plans that are kept for the next save
+            return _Record
+        if module == "torch" and (name == "Size" or name in _DTYPES):
+            return torch.Size if name == "Size" else _DTYPES[name]
+        if (module, name) == ("collections", "OrderedDict"):
+            return OrderedDict
         raise UserError(
             f"{self._path} is a pickle that names {module}.{name}, which no checkpoint needs and which could run code: refused."
         )
 
 
-class _Old:
-    """`Metadata` with plans beside it, which are not looked at."""
+class _Record:
+    """What an object of a class that is not loaded was made from."""
+
+    def __init__(self, *args: Any):
+        self.args = args
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__.update(state if isinstance(state, dict) else {"state": state})
 
 
 class _Odd(Exception):

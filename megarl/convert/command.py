@@ -95,7 +95,9 @@ def _verify(args: argparse.Namespace) -> int:
     if args.logits:
         from megarl.convert.logits import compare_logits
 
-        result.differences += compare_logits(first, second)
+        worst, problems = compare_logits(first, second)
+        result.differences += problems
+        print(f"logits: at most {worst:.1e} of the largest apart")
     for note in result.notes:
         print(f"note: {note}")
     for difference in result.differences:

@@ -17,7 +17,7 @@ from megarl.convert.processes import ALONE, Processes
 from megarl.convert.progress import ByteProgress
 from megarl.convert.source import Source, config_text, main_dtype, open_hf
 from megarl.convert.unfinished import Unfinished, unfinished
-from megarl.convert.work import AS_IT_IS, FORGET_BYTES, Options, Scratch, check_finite, target_dtypes
+from megarl.convert.work import AS_IT_IS, FORGET_BYTES, Options, Scratch, check_finite, one_thread, target_dtypes
 from megarl.errors import RunError, UserError
 
 # Megatron reads these; a checkpoint without a training run behind it is iteration 0.
@@ -48,7 +48,7 @@ def _converted(origin: Source, target: Path, options: Options, among: Processes,
         total = sum(work.bytes(parameter) for name in mine for parameter in files[name])
         problem: BaseException | None = None
         try:
-            with ByteProgress(f"writing {target.name}", total, show=show and among.first) as progress:
+            with one_thread(), ByteProgress(f"writing {target.name}", total, show=show and among.first) as progress:
                 for name in mine:
                     work.write(growing, name, files[name], progress)
         except (UserError, OSError) as error:

@@ -12,7 +12,7 @@ from megarl.convert.processes import ALONE, Processes
 from megarl.convert.progress import ByteProgress
 from megarl.convert.source import Source, config_text, main_dtype, open_megatron
 from megarl.convert.unfinished import Unfinished, unfinished
-from megarl.convert.work import AS_IT_IS, Options, Scratch, check_finite, target_dtypes
+from megarl.convert.work import AS_IT_IS, Options, Scratch, check_finite, one_thread, target_dtypes
 from megarl.errors import RunError, UserError
 
 
@@ -48,7 +48,7 @@ def _converted(origin: Source, target: Path, options: Options, among: Processes,
         total = sum(work.bytes(name) for file in mine for name in files[file])
         problem: BaseException | None = None
         try:
-            with ByteProgress(f"writing {target.name}", total, show=show and among.first) as progress:
+            with one_thread(), ByteProgress(f"writing {target.name}", total, show=show and among.first) as progress:
                 for file in mine:
                     work.write(growing, file, files[file], progress)
         except (UserError, OSError) as error:

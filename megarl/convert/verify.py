@@ -11,7 +11,7 @@ from torch import Tensor
 from megarl.bridge.layout import Shape
 from megarl.convert.progress import ByteProgress
 from megarl.convert.source import Source, open_source
-from megarl.convert.work import FORGET_BYTES
+from megarl.convert.work import FORGET_BYTES, nonfinite, one_thread
 
 _BLOCK_BYTES = 64 << 20  # compared at a time
 
@@ -35,7 +35,7 @@ def compare(first: Source, second: Source, *, show: bool = True) -> Comparison:
     common = [name for name in shapes if name in others]
     total = sum(_bytes(shapes[name], first.reader.dtype(name)) for name in common)
     mapped = 0
-    with ByteProgress("comparing", total, show=show) as progress:
+    with one_thread(), ByteProgress("comparing", total, show=show) as progress:
         for name in common:
             size = _bytes(shapes[name], first.reader.dtype(name))
             fault = _compared(name, first, second, result)
@@ -63,17 +63,17 @@ def _compared(name: str, first: Source, second: Source, result: Comparison) -> s
     dtype, other_dtype = first.reader.dtype(name), second.reader.dtype(name)
     if dtype != other_dtype:
         return f"{name} is stored as {_named(dtype)} and as {_named(other_dtype)}"
-    differ = finite = 0
+    differ = odd = 0
     rows = max(1, _BLOCK_BYTES // max(1, _bytes(shape[1:], dtype)))
     for start in range(0, shape[0], rows):
         region = (slice(start, min(shape[0], start + rows)), *(slice(0, size) for size in shape[1:]))
         ours, theirs = first.reader.get_slice(name, region), second.reader.get_slice(name, region)
         if not torch.equal(_bits(ours), _bits(theirs)):
             differ += int((_bits(ours) != _bits(theirs)).sum())
-        finite += int(torch.isfinite(ours).sum())
+        odd += nonfinite(ours)
     count = torch.Size(shape).numel()
-    if finite < count:
-        result.notes.append(f"{name} holds {count - finite} elements that are NaN or infinite, in {first.folder}")
+    if odd:
+        result.notes.append(f"{name} holds {odd} elements that are NaN or infinite, in {first.folder}")
     return f"{name} differs in {differ} of {count} elements" if differ else None
 
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from megarl import cli
 from megarl.bridge.hf_io import INDEX
-from megarl.bridge.torch_dist import DistReader, safe_metadata
+from megarl.bridge.torch_dist import DistReader
 from megarl.bridge.torch_dist_write import ChunkFile, write_metadata
 from megarl.convert.megatron_to_hf import megatron_to_hf
 from megarl.convert.work import Options
@@ -132,9 +132,16 @@ def hostile_chunk(folder: Path) -> None:
     path.write_bytes(content[:where] + evil + content[where + len(evil) :])
 
 
+def real_metadata(folder: Path) -> Any:
+    """torch's own object, to be changed and written again."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    return FileSystemReader(folder).read_metadata()
+
+
 def unfit(folder: Path, **changes: Any) -> None:
     """Under one more key, or without one."""
-    metadata = safe_metadata(folder / ".metadata")
+    metadata = real_metadata(folder)
     for name, other in changes.items():
         entry = metadata.state_dict_metadata.pop("decoder.final_layernorm.weight")
         index = next(i for i in metadata.storage_data if i.fqn == "decoder.final_layernorm.weight")
@@ -149,7 +156,7 @@ def with_nan(folder: Path) -> None:
     stored = DistReader(folder).tensors
     with ChunkFile(folder / "__9_0.distcp") as file:
         file.write("decoder.final_layernorm.weight", torch.full((80,), float("inf")), (0,), (80,))
-    metadata = safe_metadata(folder / ".metadata")
+    metadata = real_metadata(folder)
     index = next(i for i in metadata.storage_data if i.fqn == "decoder.final_layernorm.weight")
     place = metadata.storage_data[index]
     place.relative_path, place.offset, place.length = "__9_0.distcp", 0, file.records[0]["length"]
@@ -158,7 +165,7 @@ def with_nan(folder: Path) -> None:
 
 
 def outside(folder: Path) -> None:
-    metadata = safe_metadata(folder / ".metadata")
+    metadata = real_metadata(folder)
     for info in metadata.storage_data.values():
         info.relative_path = "../" + info.relative_path
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))

@@ -27,7 +27,7 @@ from megarl.convert.progress import ByteProgress
 from megarl.convert.verify import verify
 from megarl.convert.work import Options
 from megarl.models.heads import make_tiny_reward, make_tiny_trl
-from megarl.models.tiny import tiny_config
+from megarl.models.tiny import make_tiny, tiny_config
 from tests.bridge.cases import CONFIGS
 from tests.bridge.test_hf_io import bits, random_bits
 
@@ -206,6 +206,26 @@ def test_the_commands_say_what_they_did(hf: Path, tmp_path: Path, capsys: pytest
         "differs: model.norm.weight differs in 1 of 80 elements",
         f"1 difference between {other} and {back}",
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3", "deepseek"])
+def test_logits_are_compared_on_request(family: str, tmp_path: Path) -> None:
+    """In a process of its own: Megatron is not imported into the one of the tests."""
+    source, megatron, other = make_tiny(family, tmp_path / "hf"), tmp_path / "megatron", tmp_path / "other"
+    hf_to_megatron(source, megatron, show=False)
+    weights = load_file(source / "model.safetensors")
+    weights["model.layers.1.input_layernorm.weight"].mul_(1.01)
+    shutil.copytree(source, other)
+    save_file(weights, other / "model.safetensors")
+    script = (
+        "import sys\nfrom megarl.convert.logits import compare_logits\nfrom megarl.convert.source import *\n"
+        "a, b, c = (open_source(Path(path)) for path in sys.argv[1:])\n"
+        "print(compare_logits(a, b)[0] < 1e-5, compare_logits(c, b)[0] > 1e-4)"
+    )
+    command = [sys.executable, "-c", script, source, megatron, other]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split()[-2:] == ["True", "True"]
 
 
 def test_progress_tells_rate_and_time_left() -> None:

@@ -1,0 +1,50 @@
+"""Whether two models on disk answer alike, each by the implementation that its folder is for, in float32."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from megarl.convert.source import Source
+from megarl.errors import UserError
+
+LENGTHS = (1, 7, 64)  # tokens of the sequences that are looked at
+MOST = 1e-4  # that logits may differ by, relative to the largest: float32 rounds differently in another order
+
+
+def compare_logits(first: Source, second: Source) -> tuple[float, list[str]]:
+    """How far logits are apart at most, relative to the largest; and a sentence where that is too far.
+
+    A Hugging Face folder is asked through transformers, a checkpoint of Megatron through a Megatron model in this process. Raises
+    UserError for models that are no language models.
+    """
+    for source in (first, second):
+        if source.head is not None:
+            raise UserError(f"{source.folder} has a score head: --logits is for language models.")
+    vocabulary = min(first.model.dims.vocab, second.model.dims.vocab)
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(0, vocabulary, (length,), generator=generator) for length in LENGTHS]
+    worst = 0.0
+    for a, b in zip(_logits(first, rows), _logits(second, rows), strict=True):
+        if a.shape != b.shape:
+            return float("inf"), [f"the logits have shapes {tuple(a.shape)} and {tuple(b.shape)}"]
+        worst = max(worst, float((a - b).abs().max() / a.abs().max()))
+    return worst, [f"logits are {worst:.1e} of the largest apart"] if not worst <= MOST else []
+
+
+def _logits(source: Source, rows: list[Tensor]) -> list[Tensor]:
+    if source.kind == "megatron":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Megatron's, of what this machine lacks
+            from megarl.megatron.logits import logits
+
+            return logits(source.model, source.reader, rows)
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(source.folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return [model(row[None]).logits[0] for row in rows]
