@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -18,6 +17,7 @@ from torch import Tensor
 from megarl.bridge.folders import new_folder
 from megarl.bridge.layout import Cut, Shape, Where
 from megarl.bridge.model_map import ModelMap, Parameter
+from megarl.bridge.write_behind import WriteBehind
 from megarl.errors import RunError, UserError
 
 INDEX = "model.safetensors.index.json"
@@ -235,6 +235,7 @@ class ShardFile:
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # tensors start aligned
         self._file = path.open("wb")
+        self._behind = WriteBehind(self._file)
         self._file.write(len(text).to_bytes(8, "little") + text)
         del header["__metadata__"]
         self._place = {name: self._file.tell() + entry["data_offsets"][0] for name, entry in header.items()}
@@ -247,11 +248,11 @@ class ShardFile:
         self._file.seek(self._place[name])
         flat = tensor.detach().to("cpu", self._dtypes[name]).contiguous().flatten()
         self._file.write(flat.view(torch.uint8).numpy().data)
+        self._behind.wrote(flat.nbytes)
 
     def sync(self) -> None:
-        """What was written is on the disk."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        """Waits until what was written is on the disk."""
+        self._behind.sync()
 
     def __enter__(self) -> Self:
         return self
@@ -327,7 +328,7 @@ def load_parameter(reader: HFReader, parameter: Parameter, where: Where, out: Te
         raise ValueError(f"{parameter.name} on {rank} has shape {shapes}")
     with torch.no_grad():
         if parameter.pad_vocabulary:
-            out.zero_()
+            out[max((copy.local[0].stop for copy in copies), default=0) :].zero_()
         for copy in copies:
             out[copy.local].copy_(reader.get_slice(copy.hf_name, copy.hf))
 

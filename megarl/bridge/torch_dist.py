@@ -20,8 +20,8 @@ import os
 import pickle
 import struct
 import zipfile
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -96,6 +96,7 @@ class DistReader:
         check_format(self.folder)
         self.tensors, self.objects = read_metadata(self.folder)
         self._files: dict[str, BinaryIO] = {}
+        self._by_first: dict[str, defaultdict[int, list[Chunk]]] = {}  # of a key: its chunks by their first index
         self._data: dict[Chunk, int] = {}  # where a chunk's first element lies in its file
         self._check_files()
 
@@ -104,7 +105,7 @@ class DistReader:
         stored = self.tensors[key]
         sizes = tuple(s.stop - s.start for s in region)
         target, left = out.view(sizes), torch.Size(sizes).numel()
-        for chunk in stored.chunks:
+        for chunk in self._near(key, region):
             meets = [
                 slice(max(s.start, offset), min(s.stop, offset + size))
                 for s, offset, size in zip(region, chunk.offsets, chunk.sizes, strict=True)
@@ -120,6 +121,17 @@ class DistReader:
             raise UserError(
                 f"{self.folder}: the chunks of {key} do not cover {tuple((s.start, s.stop) for s in region)}."
             )
+
+    def _near(self, key: str, region: tuple[slice, ...]) -> Iterable[Chunk]:
+        """The chunks of a tensor that may meet a region: there are as many as layers, or experts, of which one is wanted."""
+        chunks = self.tensors[key].chunks
+        if not region or any(chunk.sizes[0] != 1 for chunk in chunks):
+            return chunks
+        if key not in self._by_first:
+            self._by_first[key] = defaultdict(list)
+            for chunk in chunks:
+                self._by_first[key][chunk.offsets[0]].append(chunk)
+        return [chunk for first in range(region[0].start, region[0].stop) for chunk in self._by_first[key][first]]
 
     def read_common(self) -> dict[str, Any]:
         """What is no tensor, by torch's restricted unpickler."""

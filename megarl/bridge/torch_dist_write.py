@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from megarl.bridge.layout import Shape
 from megarl.bridge.torch_dist import COMMON, CONFIG, METADATA
+from megarl.bridge.write_behind import WriteBehind
 
 
 class ChunkFile:
@@ -22,6 +22,7 @@ class ChunkFile:
 
     def __init__(self, path: Path):
         self._file = path.open("wb")
+        self._behind = WriteBehind(self._file)
         self._name = path.name
         self.records: list[dict[str, Any]] = []
 
@@ -49,9 +50,8 @@ class ChunkFile:
         self.records.append({"key": key, "file": self._name, "start": start, "length": self._file.tell() - start})
 
     def sync(self) -> None:
-        """What was written is on the disk."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        """Waits until what was written is on the disk."""
+        self._behind.sync()
 
     def _save(self, value: Any) -> int:
         start = self._file.tell()
@@ -64,6 +64,7 @@ class ChunkFile:
             raise error.__context__ if isinstance(error.__context__, OSError) else error from None
         finally:
             torch.serialization.set_crc32_options(kept)
+        self._behind.wrote(self._file.tell() - start)
         return start
 
     def __enter__(self) -> Self:
