@@ -61,6 +61,15 @@ class PolicyModel(GPTModel):
     def _postprocess(self, hidden_states, *_, **__):
         return hidden_states
 
+    def sharded_state_dict(self, *args, **kwargs):
+        """On its last stage Megatron looks for an output layer, in the place of which a score head may stand."""
+        headed = self.post_process and self.output_layer is None
+        self.post_process = self.post_process and not headed
+        try:
+            return super().sharded_state_dict(*args, **kwargs)
+        finally:
+            self.post_process = self.post_process or headed
+
     def output_weight(self) -> torch.Tensor:
         """(V/ranks, H) rows of the output layer on this rank; the embedding where they are tied."""
         if self.share_embeddings_and_output_weights:
