@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -31,9 +30,8 @@ class MegatronReader:
     Optimizer states and what else a training run leaves there are passed over.
     """
 
-    def __init__(self, folder: str | Path, model: ModelMap):
-        self.folder = Path(folder)
-        self.dist = DistReader(folder)
+    def __init__(self, dist: DistReader, model: ModelMap):
+        self.folder, self.dist = dist.folder, dist
         self._shapes = dict(model.hf_shapes)
         self._held: dict[str, list[_Held]] = defaultdict(list)
         self.missing: list[str] = []  # Megatron's names
@@ -127,11 +125,10 @@ class MegatronReader:
 _NOT_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state_machine_state")
 
 
-def stored_head(folder: Path) -> Head | None:
+def stored_head(dist: DistReader) -> Head | None:
     """The score head that a checkpoint holds; None: it is a causal language model."""
-    tensors = DistReader(folder).tensors
-    weight = tensors.get(megatron_name(WEIGHT))
-    return None if weight is None else Head(labels=weight.shape[0], bias=megatron_name(BIAS) in tensors)
+    weight = dist.tensors.get(megatron_name(WEIGHT))
+    return None if weight is None else Head(labels=weight.shape[0], bias=megatron_name(BIAS) in dist.tensors)
 
 
 def _within(copy: Copy, slot: Slot) -> Copy | None:

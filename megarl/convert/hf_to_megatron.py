@@ -45,6 +45,7 @@ def _converted(origin: Source, target: Path, options: Options, among: Processes,
     files = work.files()
     mine = list(files)[among.rank :: among.world]
     with unfinished(target, plan, among) as growing:
+        mine = growing.left(mine, show=show and among.first)
         total = sum(work.bytes(parameter) for name in mine for parameter in files[name])
         problem: BaseException | None = None
         try:
@@ -99,10 +100,7 @@ class _Work:
         return {f"__{number}_0.distcp": run for number, run in enumerate(runs)}
 
     def write(self, growing: Unfinished, name: str, parameters: Iterable[Parameter], progress: ByteProgress) -> None:
-        """One file, unless it is finished."""
-        if growing.record(name) is not None:
-            progress.add(sum(map(self.bytes, parameters)))
-            return
+        """One file."""
         reader, mapped = self.origin.reader, 0
         with ChunkFile(growing.files / name) as file:
             for parameter in parameters:

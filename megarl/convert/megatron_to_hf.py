@@ -45,6 +45,7 @@ def _converted(origin: Source, target: Path, options: Options, among: Processes,
     mine = list(files)[among.rank :: among.world]
     work = _Work(origin, options, dtypes)
     with unfinished(target, plan, among) as growing:
+        mine = growing.left(mine, show=show and among.first)
         total = sum(work.bytes(name) for file in mine for name in files[file])
         problem: BaseException | None = None
         try:
@@ -81,10 +82,7 @@ class _Work:
         return torch.Size(self.shapes[name]).numel() * self.stored[name].itemsize
 
     def write(self, growing: Unfinished, file: str, names: list[str], progress: ByteProgress) -> None:
-        """One file, unless it is finished."""
-        if growing.record(file) is not None:
-            progress.add(sum(map(self.bytes, names)))
-            return
+        """One file."""
         with ShardFile(growing.files / file, names, self.shapes, self.dtypes) as shard:
             for name in names:
                 tensor = self.scratch.tensor(self.shapes[name], self.stored[name])

@@ -17,7 +17,7 @@ from megarl.bridge.hf_config import read_config
 from megarl.bridge.layout import Shape
 from megarl.bridge.megatron_io import MegatronReader
 from megarl.bridge.model_map import ModelMap
-from megarl.bridge.torch_dist import is_checkpoint, resolve
+from megarl.bridge.torch_dist import DistReader, is_checkpoint, resolve
 from megarl.errors import UserError
 
 
@@ -80,13 +80,14 @@ def open_megatron(folder: Path, config: Path | None = None) -> Source:
     config.json of its own."""
     checkpoint = resolve(folder)
     texts = config or next((path for path in (checkpoint, folder) if (path / "config.json").is_file()), None)
-    head = megatron_io.stored_head(checkpoint)
+    dist = DistReader(checkpoint)
     if texts is None:
         raise UserError(
             f"{checkpoint} holds no config.json: name the Hugging Face folder of the model that was trained with --config."
         )
+    head = megatron_io.stored_head(dist)
     model = ModelMap.from_hf(texts, head)
-    reader = MegatronReader(checkpoint, model)
+    reader = MegatronReader(dist, model)
     reader.check(model)
     return Source("megatron", checkpoint, texts, read_config(texts), head, model, reader)
 

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,6 +37,13 @@ class Unfinished:
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
+    def left(self, names: list[str], *, show: bool) -> list[str]:
+        """Those of a process's files that are not finished; `show`: it says so where some are."""
+        left = [name for name in names if self.record(name) is None]
+        if show and len(left) < len(names):
+            print(f"going on: {len(names) - len(left)} of {len(names)} files are there already", file=sys.stderr)
+        return left
+
     def finished(self, name: str, **record: Any) -> None:
         """Notes that a file is whole and on the disk."""
         path = self._done / f"{name}.json"
@@ -43,8 +51,8 @@ class Unfinished:
         aside.write_text(json.dumps({"bytes": (self.files / name).stat().st_size, **record}), encoding="utf-8")
         aside.rename(path)
 
-    def begin(self, plan: Mapping[str, Any]) -> int:
-        """Makes the folder, or takes up one that was left with the same plan. Answers with how many files are finished."""
+    def begin(self, plan: Mapping[str, Any]) -> None:
+        """Makes the folder, or takes up one that was left with the same plan."""
         try:
             kept = json.loads(self._plan.read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -55,7 +63,6 @@ class Unfinished:
         for path in (self.files, self._done):
             path.mkdir(exist_ok=True)
         self._plan.write_text(json.dumps(plan), encoding="utf-8")
-        return sum(1 for _ in self._done.glob("*.json"))
 
     def publish(self) -> None:
         """The folder is whole: it gets its name."""

@@ -31,8 +31,8 @@ from megatron.core.dist_checkpointing.mapping import (
 from torch import Tensor
 
 from megarl.bridge.layout import Shape
-from megarl.bridge.torch_dist import DistReader
-from megarl.bridge.torch_dist_write import ChunkFile, write_common, write_metadata
+from megarl.bridge.torch_dist import COMMON, METADATA, DistReader
+from megarl.bridge.torch_dist_write import ChunkFile, altered, checksum, write_checksums, write_common, write_metadata
 from megarl.errors import RunError, UserError
 from megarl.megatron.model import unwrap
 from megarl.megatron.optimizer import Optimizer
@@ -73,13 +73,17 @@ def save(
     rank = dist.get_rank()
     aside = folder.with_name(f".{folder.name}.unfinished")
     _agree(_emptied(folder, aside) if rank == 0 else None, UserError)
-    records = _everyones(lambda: _write(aside / f"__{rank}_0.distcp", chunks, optimizer), folder)
+    mine = aside / f"__{rank}_0.distcp"
+    files = _everyones(lambda: (mine.name, _write(mine, chunks, optimizer), checksum(mine)), folder)
 
     def finish() -> None:
         if rank == 0:
+            records = [record for _, of_file, _ in files for record in of_file]
             _demand_whole(records)
             write_metadata(aside, records)
             write_common(aside, _common(optimizer, common or {}))
+            sums = {name: found for name, _, found in files}
+            write_checksums(aside, sums | {name: checksum(aside / name) for name in (METADATA, COMMON)})
             aside.rename(folder)
 
     _everyones(finish, folder)
@@ -88,8 +92,10 @@ def save(
 def load(folder: Path, chunks: Sequence[torch.nn.Module], *, optimizer: Optimizer | None = None) -> dict[str, Any]:
     """Fills this rank's chunks, and the optimizer where one is given, from a checkpoint of any layout. Answers with `common`.
 
-    Raises UserError for what is missing, misshapen or damaged, on the ranks that see it. What is stored in another dtype is cast.
+    Collective over the world: the ranks share the files out to look at their checksums. Raises UserError for what is missing,
+    misshapen or damaged. What is stored in another dtype is cast.
     """
+    _agree(altered(folder, dist.get_rank(), dist.get_world_size()), UserError)
     reader = DistReader(folder)
     entries = _entries(chunks)
     pieces = [piece for entry in entries for piece in _pieces(entry)]
@@ -331,8 +337,8 @@ def _emptied(folder: Path, aside: Path) -> str | None:
     return None
 
 
-def _everyones(work: Callable[[], list[Any] | None], folder: Path) -> list[Any]:
-    """All ranks' answers, one after another. Raises RunError on each of them where the disk failed one."""
+def _everyones(work: Callable[[], Any], folder: Path) -> list[Any]:
+    """All ranks' answers. Raises RunError on each of them where the disk failed one."""
     problem, answer = None, None
     try:
         answer = work()
@@ -341,7 +347,7 @@ def _everyones(work: Callable[[], list[Any] | None], folder: Path) -> list[Any]:
     _agree(problem, RunError)
     answers: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(answers, answer)
-    return [item for one in answers for item in one or ()]
+    return answers
 
 
 def _agree(problem: str | None, kind: type[UserError] | type[RunError]) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import resource
+import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,3 +59,47 @@ def _run(rank: int, world: int, job: Job) -> Any:
             Path(job.end), engine.chunks, optimizer=engine.optimizer, common={"step": job.last, "name": "a run"}
         )
         return common
+
+
+def complaints(rank: int, world: int, port: int, folder: str, other: str, scratch: str, meeting: int) -> dict[str, str]:
+    """What is said of checkpoints that cannot be loaded, and where one cannot be saved."""
+    from megarl.config import schema
+    from megarl.errors import RunError, UserError
+    from megarl.megatron import dist_checkpoint
+    from megarl.megatron.engine import MegatronEngine
+
+    said: dict[str, str] = {}
+
+    def told(what: str, act: Callable[[], Any]) -> None:
+        try:
+            act()
+            said[what] = "nothing"
+        except (UserError, RunError) as error:
+            said[what] = f"{type(error).__name__}: {error}"
+
+    with joined(rank, world, Layout(), meeting) as place:
+        settings = engine_settings(Layout())
+        engine = MegatronEngine(Path(folder), place, settings, optimizer=schema.OptimizerConfig(), total_updates=STEPS)
+        another = MegatronEngine(Path(other), place, settings)
+        saved = Path(scratch) / "saved"
+        dist_checkpoint.save(saved, engine.chunks)
+        told("saved twice", lambda: dist_checkpoint.save(saved, engine.chunks))
+        told("read", lambda: dist_checkpoint.load(saved, engine.chunks))
+        told("of another model", lambda: dist_checkpoint.load(saved, another.chunks))
+        told("without an optimizer", lambda: dist_checkpoint.load(saved, engine.chunks, optimizer=engine.optimizer))
+        told("nowhere", lambda: dist_checkpoint.load(saved / "nowhere", engine.chunks))
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+        kept = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))
+        told("a full disk", lambda: dist_checkpoint.save(Path(scratch) / "full", engine.chunks))
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, kept)
+        file = saved / "__0_0.distcp"
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+        told("an altered file", lambda: dist_checkpoint.load(saved, engine.chunks))
+        file.write_bytes(content[:-50])
+        (saved / "checksums.json").unlink()
+        told("a truncated file", lambda: dist_checkpoint.load(saved, engine.chunks))
+    return said

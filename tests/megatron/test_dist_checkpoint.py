@@ -118,3 +118,23 @@ def furthest(first: Path, second: Path) -> tuple[float, float]:
         worst[of] = max(worst[of], distance)
     assert any(key.startswith("optimizer.") for key in a.tensors)
     return worst[0], worst[1]
+
+
+def test_what_cannot_be_loaded_or_saved_is_one_sentence(tmp_path: Path) -> None:
+    one, other = make_tiny("qwen3", tmp_path / "one"), make_tiny("qwen2", tmp_path / "other")
+    arguments = (str(one), str(other), str(tmp_path / "scratch"), free_port())
+    (said,) = run_ranks(1, resume_jobs.complaints, *arguments)
+    saved = tmp_path / "scratch" / "saved"
+    assert said.pop("read") == "nothing"
+    assert said.pop("saved twice") == f"UserError: {saved} exists already and is not overwritten."
+    assert said.pop("of another model").startswith(f"UserError: {saved} is no checkpoint of this model: ")
+    assert "it lacks optimizer.state.exp_avg.embedding" in said.pop("without an optimizer")
+    assert said.pop("nowhere") == f"UserError: There is no checkpoint folder {saved / 'nowhere'}."
+    full = tmp_path / "scratch" / "full"
+    assert said.pop("a full disk") == f"RunError: {full} could not be written: File too large."
+    assert not full.exists()
+    assert said.pop("an altered file") == (
+        f"UserError: {saved / '__0_0.distcp'} is damaged: its checksum is not the one it was written with."
+    )
+    assert said.pop("a truncated file").startswith(f"UserError: {saved / '__0_0.distcp'} is cut short: it has ")
+    assert not said
