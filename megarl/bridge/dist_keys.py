@@ -78,10 +78,12 @@ def extra_states(model: ModelMap) -> list[str]:
 
 
 def _candidates(model: ModelMap, parameter: Parameter) -> Iterator[list[Slot]]:
+    """The likeliest first: what `written` says."""
     halved = parameter.name.endswith("linear_fc1.weight")
+    by_layers = (model.has_experts, not model.has_experts)
     for name in dict.fromkeys((parameter.te_name, parameter.name)):
-        for by_layer in (True, False) if parameter.layer is not None else (True,):
-            for by_expert in (True, False) if parameter.expert is not None else (True,):
+        for by_layer in by_layers if parameter.layer is not None else (True,):
+            for by_expert in (False, True) if parameter.expert is not None else (True,):
                 for halves in (False, True) if halved else (False,):
                     yield _slots(model, parameter, name, by_layer=by_layer, by_expert=by_expert, halves=halves)
 

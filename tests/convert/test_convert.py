@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megarl import cli
+from megarl import cli, models
 from megarl.bridge.dist_keys import extra_states, found, written
 from megarl.bridge.hf_io import HFReader
 from megarl.bridge.layout import Cut
@@ -256,3 +256,25 @@ def test_several_processes_make_the_same(hf: Path, tmp_path: Path) -> None:
         )
     assert verify(hf, tmp_path / "megatron", show=False).differences == []
     assert verify(hf, tmp_path / "back", show=False).differences == []
+
+
+@pytest.mark.slow
+def test_smollm2_says_the_same_after_both_ways(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = models.resolve("smollm2")
+    megatron, back = tmp_path / "megatron", tmp_path / "back"
+    hf_to_megatron(source, megatron, show=False)
+    megatron_to_hf(megatron, back, show=False)
+    assert (back / "model.safetensors").stat().st_size == (source / "model.safetensors").stat().st_size
+    assert verify(source, back, show=False).differences == []
+    texts = []
+    for folder in (source, back):
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        chat = [{"role": "user", "content": "What is the capital of France?"}]
+        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        answer = model.generate(**ids, max_new_tokens=16, do_sample=False)
+        texts.append(tokenizer.decode(answer[0]))
+    assert "Paris" in texts[0]
+    assert texts[0] == texts[1]
