@@ -3,7 +3,7 @@
     RUN/checkpoints/step-000012/actor/   parameters and optimizer, torch_dist: read in any layout, taken by `megarl convert`
                                 critic/  the same, where the recipe has one
                                 ranks/   what belongs to a rank of this layout: random states, float8 histories
-                                state.json   the controller's part, every setting, and size and digest of every other file
+                                state.json   the controller's part, every setting, and the size of every other file
     RUN/checkpoints/latest               names the newest; moves last
 
 A checkpoint is written under another name and renamed when it is whole, so that whatever is killed, what `latest` names can be read.
@@ -39,7 +39,7 @@ class Checkpoint:
     step: int
     state: dict[str, Any]  # what `Trainer.state_dict` gave
     config: dict[str, Any]
-    files: dict[str, tuple[int, str]]  # by path in the folder: bytes, SHA-256
+    files: dict[str, int]  # bytes, by path in the folder
 
     def older(self) -> Path | None:
         """The newest checkpoint of the run before this one."""
@@ -55,15 +55,15 @@ class Checkpoints:
         self._keep = keep
 
     def save(self, step: int, config: Config, state: Mapping[str, Any], roles: Mapping[str, Any]) -> Path:
-        """`roles`: by name, what `save(folder, role)` writes the parts of and answers with size and digest of their files by
-        path. Raises RunError where anything cannot be written; the older checkpoints stay then."""
+        """`roles`: by name, what `save(folder, role)` writes the parts of and answers with the sizes of their files by path. Raises
+        RunError where anything cannot be written; the older checkpoints stay then."""
         target = self._folder / f"{_PREFIX}{step:06d}"
         aside = target.with_name(f".{target.name}.unfinished")
         with writing(aside):
             for leftover in self._folder.glob(".*.unfinished"):
                 shutil.rmtree(leftover)
             aside.mkdir(parents=True)
-        files: dict[str, tuple[int, str]] = {}
+        files: dict[str, int] = {}
         for role, group in roles.items():
             files |= group.save(aside, role)
         content = {"step": step, "config": dataclasses.asdict(config), "state": state, "files": files}
@@ -116,11 +116,11 @@ def read(path: Path) -> Checkpoint:
     try:
         content = json.loads(_text(path / STATE))
         step, state, config = int(content["step"]), dict(content["state"]), dict(content["config"])
-        files = {str(name): (int(size), str(digest)) for name, (size, digest) in content["files"].items()}
+        files = {str(name): int(size) for name, size in content["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path / STATE} is damaged: {error}.{_instead(path)}") from error
     missing = [name for name in files if not (path / name).is_file()]
-    wrong = [name for name, (size, _) in files.items() if name not in missing and (path / name).stat().st_size != size]
+    wrong = [name for name, size in files.items() if name not in missing and (path / name).stat().st_size != size]
     for names, what in ((missing, "lacks"), (wrong, "holds with another size than was written")):
         if names:
             raise UserError(f"the checkpoint {path} {what} {names[0]}.{_instead(path)}")

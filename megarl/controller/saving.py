@@ -39,7 +39,7 @@ class Saving:
         for key, (old, new) in checkpoint.changed(found, self._config).items():
             self._observer.note(f"{key} was {old!r} and is {new!r} from step {found.step + 1} on")
         try:
-            same = [group.load(found.folder, role, found.files) for role, group in self._roles.items()]
+            same = [group.load(found.folder, role) for role, group in self._roles.items()]
         except UserError as error:
             older = found.older()
             raise UserError(f"{error}{f' An older one is there: run.resume={older}' if older else ''}") from error

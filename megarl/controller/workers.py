@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,16 +130,15 @@ class WorkerGroup:
     def flush(self) -> None:
         self._all("flush", "sending weights")
 
-    def save(self, folder: Path, role: str) -> dict[str, tuple[int, str]]:
-        """Write a role to a checkpoint; size and digest of its files by path in the folder."""
+    def save(self, folder: Path, role: str) -> dict[str, int]:
+        """Write a role to a checkpoint; sizes of its files by path in the folder."""
         answers = self._all("save", "writing the checkpoint", str(folder), role)
         return {name: file for answer in answers for name, file in answer.items()}
 
-    def load(self, folder: Path, role: str, files: Mapping[str, tuple[int, str]]) -> bool:
+    def load(self, folder: Path, role: str) -> bool:
         """Fill a role from a checkpoint, whatever layout wrote it. Whether what is a rank's alone (random states, float8 histories)
         came back too."""
-        own = {name: file for name, file in files.items() if name.startswith((f"{role}/", f"ranks/{role}-"))}
-        return all(self._all("load", "reading the checkpoint", str(folder), role, own))
+        return all(self._all("load", "reading the checkpoint", str(folder), role))
 
     def rest(self) -> dict[str, float]:
         """The engines sample now: roles make room for them, as far as the configuration says. Metrics of what was moved."""

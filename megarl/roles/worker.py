@@ -147,19 +147,19 @@ class Worker:
         """Return when all that was sent has been taken."""
         self.outlet.flush()
 
-    def save(self, folder: str, role: str) -> dict[str, tuple[int, str]]:
-        """Write this rank's part of a role to a checkpoint; size and digest of the files it wrote, by path in the folder."""
+    def save(self, folder: str, role: str) -> dict[str, int]:
+        """Write this rank's part of a role to a checkpoint; sizes of the files it wrote, by path in the folder."""
         from megarl.roles import saving
 
         with self.roles.learning(role) as engine:
             return saving.save(Path(folder), role, engine, self.place)
 
-    def load(self, folder: str, role: str, files: dict[str, tuple[int, str]]) -> bool:
+    def load(self, folder: str, role: str) -> bool:
         """Fill a role from a checkpoint; whether what is a rank's alone came back too."""
         from megarl.roles import saving
 
         with self.roles.learning(role) as engine:
-            return saving.load(Path(folder), role, engine, self.place, files)
+            return saving.load(Path(folder), role, engine, self.place)
 
     def rest(self) -> dict[str, float]:
         """The roles make room on the device, as far as the configuration says; what was moved since the last time."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -24,12 +23,12 @@ class Role:
     def __init__(self, content: bytes = b"weights", fails: bool = False):
         self.content, self.fails = content, fails
 
-    def save(self, folder: Path, role: str) -> dict[str, tuple[int, str]]:
+    def save(self, folder: Path, role: str) -> dict[str, int]:
         (folder / role).mkdir()
         (folder / role / "part").write_bytes(self.content)
         if self.fails:
             raise RunError("the disk is full")
-        return {f"{role}/part": (len(self.content), hashlib.sha256(self.content).hexdigest())}
+        return {f"{role}/part": len(self.content)}
 
 
 def made(**sections: Any) -> Config:
@@ -48,7 +47,7 @@ def test_what_was_saved_is_found_again(tmp_path: Path) -> None:
     for path in (run, run / "checkpoints" / "step-000003"):
         found = checkpoint.read(path)
         assert (found.step, found.state["of"], found.run) == (3, 3, run)
-        assert found.files == {"actor/part": (7, hashlib.sha256(b"weights").hexdigest())}
+        assert found.files == {"actor/part": 7}
     assert checkpoint.read(run / "checkpoints" / "step-000002").older() == run / "checkpoints" / "step-000001"
     assert list(checkpoint.problems(found, made(run__steps=4))) == []
 
