@@ -9,6 +9,7 @@ waits for all nodes (`cluster.nodes`); the others stay until it has ended. All e
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -59,9 +60,11 @@ def _lead(store: Any, world: int, arguments: list[str]) -> int:
     try:
         address = _own_address()
         port = _free_port(address)
+        _know(token := secrets.token_hex(32))
         head = ["--head", f"--port={port}", f"--node-ip-address={address}", "--include-dashboard=false"]
         with _ray(head) as node:
             _until(lambda: _listens(address, port), node, "Ray's head did not start")
+            store.set("token", token)
             store.set("head", f"{address}:{port}")
             code = cli.main([*arguments, f"cluster.address={address}:{port}", f"cluster.nodes={world}"])
     finally:
@@ -82,6 +85,7 @@ def _follow(store: Any, rank: int) -> int:
             time.sleep(_LOOK)
         else:
             head = store.get("head").decode()
+            _know(store.get("token").decode())
             own = f"--node-ip-address={_address_towards(head.rpartition(':')[0])}"
             with _ray([f"--address={head}", own]) as node:
                 while not store.check(["exit"]):
@@ -95,6 +99,11 @@ def _follow(store: Any, rank: int) -> int:
     except RuntimeError as error:  # of the store: its process is gone
         print(f"megarl: rank 0 is gone, and with it the run ({str(error).splitlines()[0]})", file=sys.stderr)
         return 1
+
+
+def _know(token: str) -> None:
+    """Only who has the token may join this Ray or talk to it: its own processes, and those that they start."""
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
 
 
 @contextmanager
