@@ -72,6 +72,9 @@ class HeadReader(HFReader):
             raise UserError(f"{self.folder} holds no tensor {name}.")
         return self._open(self._file_of[name]).get_slice(self._theirs[name])
 
+    def _place(self, name: str) -> tuple[str, str] | None:
+        return None if name in self._made else (self._file_of[name], self._theirs[name])
+
 
 class _Made:
     """A tensor that no file holds, with the manners of a safetensors slice."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,7 +17,7 @@ from torch import Tensor
 from megarl.bridge.folders import new_folder
 from megarl.bridge.layout import Cut, Shape, Where
 from megarl.bridge.model_map import ModelMap, Parameter
-from megarl.bridge.write_behind import WriteBehind
+from megarl.bridge.raw_io import WriteBehind, raw, read_exactly
 from megarl.errors import RunError, UserError
 
 INDEX = "model.safetensors.index.json"
@@ -38,6 +38,9 @@ class HFReader:
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
         self._files: dict[str, Any] = {}  # by file name; opened once, and mapped until the reader goes
+        self._starts: dict[
+            str, tuple[BinaryIO, dict[str, int]]
+        ] = {}  # opened again, not mapped; where each tensor begins
         self._file_of = self._indexed() if (self.folder / INDEX).is_file() else self._listed()
 
     @property
@@ -60,6 +63,26 @@ class HFReader:
         """A region of a tensor, in the checkpoint's dtype; only its pages are read."""
         tensor: Tensor = self._slice(name)[region]
         return tensor
+
+    def read(self, name: str, region: tuple[slice, ...], out: Tensor) -> None:
+        """Fills `out` with a region of a tensor: whole rows of the dtype that it has straight from the file, else through the map."""
+        rows = self.shape(name)[1:]
+        place = self._place(name)
+        whole = place is not None and all(s == slice(0, size) for s, size in zip(region[1:], rows, strict=True))
+        if place is None or not whole or not out.is_contiguous() or out.dtype != self.dtype(name) or out.is_cuda:
+            out.copy_(self.get_slice(name, region))
+            return
+        file, stored = place
+        if file not in self._starts:
+            self._starts[file] = _starts(self.folder / file)
+        descriptor, starts = self._starts[file]
+        first = region[0].start * int(torch.Size(rows).numel()) * out.itemsize
+        if not read_exactly(descriptor.fileno(), starts[stored] + first, out):
+            raise UserError(f"{self.folder / file} is damaged or cut short.")
+
+    def _place(self, name: str) -> tuple[str, str] | None:
+        """File and name in it of a tensor; None: no file has it."""
+        return self._file_of[name], name
 
     def forget(self) -> None:
         """Unmaps the files, whose pages count as this process's memory; they are opened again where they are needed."""
@@ -141,6 +164,15 @@ class HFReader:
                     raise UserError(f"{self.folder}: {name} is in {where[name]} and in {file}.")
                 where[name] = file
         return where
+
+
+def _starts(path: Path) -> tuple[BinaryIO, dict[str, int]]:
+    """A file of safetensors that was found whole, and the byte where each of its tensors begins."""
+    file = path.open("rb")
+    size = int.from_bytes(file.read(8), "little")
+    header = json.loads(file.read(size))
+    header.pop("__metadata__", None)
+    return file, {name: 8 + size + entry["data_offsets"][0] for name, entry in header.items()}
 
 
 class HFWriter:
@@ -247,7 +279,7 @@ class ShardFile:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, not {self._shapes[name]}")
         self._file.seek(self._place[name])
         flat = tensor.detach().to("cpu", self._dtypes[name]).contiguous().flatten()
-        self._file.write(flat.view(torch.uint8).numpy().data)
+        self._file.write(raw(flat))
         self._behind.wrote(flat.nbytes)
 
     def sync(self) -> None:

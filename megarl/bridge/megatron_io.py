@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -17,11 +17,16 @@ from megarl.bridge.torch_dist import DistReader
 from megarl.errors import UserError
 
 
-class _Held(NamedTuple):
-    """A rectangle of a Hugging Face tensor, and the rows of a key that it is."""
+def standing(copy: Copy, region: Tensor) -> Tensor:
+    """A view of the region `copy.hf` of a tensor as it stands in Megatron's."""
+    of: Callable[[Tensor], Tensor] | None = getattr(copy, "of", None)
+    return region if of is None else of(region)
 
-    copy: Copy
-    slot: Slot
+
+def is_straight(copy: Copy) -> bool:
+    """Whether a region stands in Megatron's tensor as it does in Hugging Face's."""
+    turned = getattr(copy, "fused", False) or getattr(copy, "transposed", False)
+    return not turned and all(s.step in (None, 1) for s in copy.hf)
 
 
 class MegatronReader:
@@ -33,7 +38,8 @@ class MegatronReader:
     def __init__(self, dist: DistReader, model: ModelMap):
         self.folder, self.dist = dist.folder, dist
         self._shapes = dict(model.hf_shapes)
-        self._held: dict[str, list[_Held]] = defaultdict(list)
+        # Rectangles of each Hugging Face tensor, and the keys whose rows the parameter's are.
+        self._held: dict[str, list[tuple[Copy, list[Slot]]]] = defaultdict(list)
         self.missing: list[str] = []  # Megatron's names
         self.used: set[str] = set()
         wrong = []
@@ -46,7 +52,7 @@ class MegatronReader:
             wrong += [fault for slot in slots if (fault := self._misshapen(parameter, slot))]
             if parameter.exported:
                 for copy in parameter.copies(Cut()):
-                    self._held[copy.hf_name] += [_Held(part, slot) for slot in slots if (part := _within(copy, slot))]
+                    self._held[copy.hf_name].append((copy, slots))
         if wrong:
             raise UserError(f"{self.folder} does not fit its config.json: {'; '.join(wrong[:3])}.")
 
@@ -58,7 +64,7 @@ class MegatronReader:
         return self._shapes[name]
 
     def dtype(self, name: str) -> torch.dtype:
-        dtypes = {self.dist.tensors[held.slot.key].dtype for held in self._of(name)}
+        dtypes = {self.dist.tensors[slot.key].dtype for _, slots in self._of(name) for slot in slots}
         if len(dtypes) > 1 or not dtypes <= set(DTYPES.values()):
             said = " and ".join(str(dtype) for dtype in dtypes)
             raise UserError(
@@ -77,18 +83,34 @@ class MegatronReader:
 
     def read(self, name: str, region: tuple[slice, ...], out: Tensor) -> None:
         """Fills `out` with a region of a tensor."""
-        for copy, slot in self._of(name):
-            met = [slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(region, copy.hf, strict=True)]
+        for copy, slots in self._of(name):
+            met = tuple(
+                slice(max(a.start, b.start), min(a.stop, b.stop), b.step) for a, b in zip(region, copy.hf, strict=True)
+            )
             if any(s.start >= s.stop for s in met):
                 continue
-            inner = tuple(
-                slice(m.start - h.start + c.start, m.stop - h.start + c.start)
-                for m, h, c in zip(met, copy.hf, copy.local, strict=True)
-            )
-            inner = (slice(inner[0].start - slot.rows.start, inner[0].stop - slot.rows.start), *inner[1:])
-            lead = tuple(slice(i, i + 1) for i in slot.index)
-            place = tuple(slice(m.start - r.start, m.stop - r.start) for m, r in zip(met, region, strict=True))
-            self.dist.read(slot.key, (*lead, *inner), out[place])
+            place = tuple(slice(m.start - r.start, m.stop - r.start, m.step) for m, r in zip(met, region, strict=True))
+            if met == copy.hf:
+                self._fill(slots, copy.local, standing(copy, out[place]))
+            elif is_straight(copy):
+                local = tuple(
+                    slice(m.start - h.start + c.start, m.stop - h.start + c.start)
+                    for m, h, c in zip(met, copy.hf, copy.local, strict=True)
+                )
+                self._fill(slots, local, out[place])
+            else:  # a part of what does not stand in Megatron's tensor as it does here
+                out.copy_(self.get(name)[region])
+                return
+
+    def _fill(self, slots: list[Slot], local: tuple[slice, ...], out: Tensor) -> None:
+        """A region of a parameter, which may lie in several keys."""
+        rows = local[0]
+        for slot in slots:
+            start, stop = max(rows.start, slot.rows.start), min(rows.stop, slot.rows.stop)
+            if start < stop:
+                inner = (slice(start - slot.rows.start, stop - slot.rows.start), *local[1:])
+                lead = tuple(slice(i, i + 1) for i in slot.index)
+                self.dist.read(slot.key, (*lead, *inner), out[start - rows.start : stop - rows.start])
 
     def forget(self) -> None:
         """Nothing is mapped."""
@@ -105,7 +127,7 @@ class MegatronReader:
         for name in model.hf_shapes:
             self.dtype(name)
 
-    def _of(self, name: str) -> list[_Held]:
+    def _of(self, name: str) -> list[tuple[Copy, list[Slot]]]:
         if name not in self._held:
             raise UserError(f"{self.folder} holds no tensor {name}.")
         return self._held[name]
@@ -129,16 +151,6 @@ def stored_head(dist: DistReader) -> Head | None:
     """The score head that a checkpoint holds; None: it is a causal language model."""
     weight = dist.tensors.get(megatron_name(WEIGHT))
     return None if weight is None else Head(labels=weight.shape[0], bias=megatron_name(BIAS) in dist.tensors)
-
-
-def _within(copy: Copy, slot: Slot) -> Copy | None:
-    """The part of a copy that lies in a slot's rows."""
-    rows = copy.local[0]
-    start, stop = max(rows.start, slot.rows.start), min(rows.stop, slot.rows.stop)
-    if start >= stop:
-        return None
-    first = copy.hf[0].start + start - rows.start
-    return Copy(copy.hf_name, (slice(first, first + stop - start), *copy.hf[1:]), (slice(start, stop), *copy.local[1:]))
 
 
 def _some(names: list[str]) -> str:

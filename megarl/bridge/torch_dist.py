@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from megarl.bridge.layout import Shape
+from megarl.bridge.raw_io import read_exactly
 from megarl.errors import UserError
 
 CONFIG, METADATA, COMMON = "metadata.json", ".metadata", "common.pt"
@@ -183,13 +184,8 @@ class DistReader:
             offset += block.numel() * dtype.itemsize
 
     def _read_bytes(self, file: int, name: str, offset: int, out: Tensor) -> None:
-        view = out.detach().view(-1).view(torch.uint8).numpy().data
-        done = 0
-        while done < len(view):
-            got = os.preadv(file, [view[done:]], offset + done)
-            if not got:
-                raise UserError(f"{self.folder / name} is cut short.")
-            done += got
+        if not read_exactly(file, offset, out):
+            raise UserError(f"{self.folder / name} is cut short.")
 
     def _data_start(self, stored: Stored, chunk: Chunk) -> int:
         if chunk not in self._data:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import pickle
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self, cast
 
 import torch
 from torch import Tensor
 
 from megarl.bridge.layout import Shape
+from megarl.bridge.raw_io import WriteBehind, raw
 from megarl.bridge.torch_dist import COMMON, CONFIG, METADATA
-from megarl.bridge.write_behind import WriteBehind
 
 CHECKSUMS = "checksums.json"
+_FRAMED = 1 << 16  # bytes from which a tensor is written by itself: more than anything else in its archive
 _BLOCK_BYTES = 4 << 20  # stays in a core's cache between reading and summing
 
 
@@ -32,9 +35,16 @@ class ChunkFile:
 
     def write(self, key: str, tensor: Tensor, offsets: Shape, shape: Shape) -> None:
         """A chunk of the tensor `key` of the given whole shape, which lies at `offsets` in it."""
-        if tensor.untyped_storage().nbytes() != tensor.nbytes or not tensor.is_contiguous():
-            tensor = tensor.clone(memory_format=torch.contiguous_format)  # else all of the storage would be written
-        start = self._save(tensor)
+        tensor = tensor.detach().contiguous()
+        if tensor.nbytes < _FRAMED:
+            start = self._save(tensor.clone())  # of a view all of the storage would be written
+        else:
+            start = self._file.tell()
+            before, after = _frame(tensor.dtype, tuple(tensor.shape))
+            self._file.write(before)
+            self._file.write(raw(tensor))
+            self._file.write(after)
+            self._behind.wrote(tensor.nbytes)
         self.records.append(
             {
                 "key": key,
@@ -59,16 +69,11 @@ class ChunkFile:
 
     def _save(self, value: Any) -> int:
         start = self._file.tell()
-        # Nothing that reads these archives looks at their checksums, which take longer than writing.
-        kept = torch.serialization.get_crc32_options()
-        torch.serialization.set_crc32_options(False)
         try:
-            torch.save(value, self._file)
+            with _without_checksums():
+                torch.save(value, self._file)
         except RuntimeError as error:  # torch's, over what the file said
             raise error.__context__ if isinstance(error.__context__, OSError) else error from None
-        finally:
-            torch.serialization.set_crc32_options(kept)
-        self._behind.wrote(self._file.tell() - start)
         return start
 
     def __enter__(self) -> Self:
@@ -78,6 +83,46 @@ class ChunkFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
+
+
+@contextmanager
+def _without_checksums() -> Iterator[None]:
+    """Nothing that reads these archives looks at the checksums in them, which take longer than writing."""
+    kept = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(kept)
+
+
+class _Sink:
+    """Takes what `torch.save` writes, but for the elements."""
+
+    def __init__(self, elements: int):
+        self._elements, self.parts = elements, [b"", b""]
+        self._behind = False
+
+    def write(self, data: Any) -> int:
+        size = memoryview(data).nbytes
+        if size == self._elements:
+            self._behind = True
+        else:
+            self.parts[self._behind] += bytes(data)
+        return size
+
+    def flush(self) -> None:
+        """`torch.save` asks for it."""
+
+
+@functools.lru_cache(maxsize=256)
+def _frame(dtype: torch.dtype, shape: Shape) -> tuple[bytes, bytes]:
+    """What `torch.save` writes before and after a tensor's elements, which depends on these two alone: the directory of an archive."""
+    tensor = torch.empty(shape, dtype=dtype)  # never touched, so it takes no memory
+    sink = _Sink(tensor.nbytes)
+    with _without_checksums():
+        torch.save(tensor, cast(IO[bytes], sink))
+    return sink.parts[0], sink.parts[1]
 
 
 def checksum(path: Path) -> int:

@@ -7,10 +7,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from megarl.bridge.dist_keys import extra_states, written
-from megarl.bridge.hf_io import copy_texts, load_parameter
+from megarl.bridge.hf_io import copy_texts
 from megarl.bridge.layout import Cut
+from megarl.bridge.megatron_io import is_straight, standing
 from megarl.bridge.model_map import Parameter
 from megarl.bridge.torch_dist_write import ChunkFile, write_common, write_metadata
 from megarl.convert.processes import ALONE, Processes
@@ -105,7 +107,7 @@ class _Work:
         with ChunkFile(growing.files / name) as file:
             for parameter in parameters:
                 whole = self.scratch.tensor(parameter.local_shape(Cut()), self.dtype(parameter))
-                load_parameter(reader, parameter, Cut(), whole)
+                self._fill(parameter, whole)
                 if not self.options.allow_nonfinite:
                     check_finite(f"{self.origin.folder}: {' with '.join(parameter.hf_names)}", whole)
                 slot = written(self.model, parameter)
@@ -118,6 +120,14 @@ class _Work:
                     mapped = 0
             file.sync()
         growing.finished(name, chunks=file.records)
+
+    def _fill(self, parameter: Parameter, whole: Tensor) -> None:
+        """The parameter as a rank holds it that has all of it."""
+        for copy in parameter.copies(Cut()):
+            if is_straight(copy):
+                self.origin.reader.read(copy.hf_name, copy.hf, whole[copy.local])
+            else:
+                whole[copy.local] = standing(copy, self.origin.reader.get_slice(copy.hf_name, copy.hf))
 
     def finish(self, growing: Unfinished, files: Iterable[str]) -> None:
         """All that is beside the weights."""

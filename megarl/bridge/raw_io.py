@@ -1,4 +1,4 @@
-"""Files whose bytes go to the disk while more are being written, so that the wait at the end is short."""
+"""Bytes of tensors straight from and to files, without maps and copies between."""
 
 from __future__ import annotations
 
@@ -6,12 +6,35 @@ import ctypes
 import os
 from typing import IO
 
+import torch
+from torch import Tensor
+
 _EACH = 32 << 20  # bytes
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE of linux/fs.h: begin, do not wait
 
 
+def raw(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor in memory, which are not copied."""
+    view: memoryview = tensor.detach().view(-1).view(torch.uint8).numpy().data
+    return view
+
+
+def read_exactly(file: int, offset: int, out: Tensor) -> bool:
+    """Fills a contiguous tensor from a file's descriptor. False: the file ends before it."""
+    view, done = raw(out), 0
+    while done < len(view):
+        got = os.preadv(file, [view[done:]], offset + done)
+        if not got:
+            return False
+        done += got
+    return True
+
+
 class WriteBehind:
-    """Tells the kernel now and then to begin with what `file` was given. Elsewhere than on Linux it does nothing before `sync`."""
+    """A file whose bytes go to the disk while more are being written, so that the wait at the end is short.
+
+    Tells the kernel now and then to begin with what `file` was given. Elsewhere than on Linux it does nothing before `sync`.
+    """
 
     def __init__(self, file: IO[bytes]):
         self._file, self._since = file, 0
