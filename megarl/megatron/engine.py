@@ -88,7 +88,9 @@ class MegatronEngine:
         optimizer: schema.OptimizerConfig | OptimizerSettings | None = None,
         total_updates: int = 1,
         head: Head | None = None,
+        reader: Any = None,
     ):
+        """`reader`: where the weights come from, if not from `folder` (`load_hf`)."""
         self.map = ModelMap.from_hf(folder, head)
         self.place = place
         self.settings = settings
@@ -110,7 +112,7 @@ class MegatronEngine:
             precision=self.precision,
         )
         self.chunks = stage.build(self.map, place, self.config)
-        stage.load_hf(self.chunks, self.map, folder, place)
+        stage.load_hf(self.chunks, self.map, folder, place, reader)
         self.emulations: list[Emulation] = []
         if self.precision.emulated:
             self.emulations = [emulate_fp8(chunk, self.precision) for chunk in self.chunks]

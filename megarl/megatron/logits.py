@@ -1,43 +1,46 @@
-"""The logits of a whole model in one process, to be compared with those of another implementation."""
+"""What a whole model answers in one process, to be compared with another implementation."""
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from megarl.batch.packing import Packed, Segment
-from megarl.bridge.hf_io import load_parameter
-from megarl.bridge.model_map import ModelMap
-from megarl.megatron import model as stage
+from megarl.batch import Batch, Sample
 from megarl.megatron import parallel
+from megarl.megatron.engine import EngineSettings, MegatronEngine
 
 
-@torch.no_grad()
-def logits(model_map: ModelMap, reader: Any, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """(T, V) float32 for each of `rows` (T,) token ids, computed in float32 by a language model whose weights `reader` has under the
-    names of Hugging Face."""
+def distributions(folder: Path, reader: Any, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """(T - 1, V) float32 log-probs of the whole vocabulary after each token but the last of `rows` (T,), computed in float32.
+
+    `folder` has the model's config.json, `reader` its weights under the names of Hugging Face.
+    """
+    batch = Batch.from_samples([_sample(number, row.tolist()) for number, row in enumerate(rows)])
     with _alone() as place:
-        config = stage.transformer_config(model_map, place, dtype="float32", sequence=False)
-        (chunk,) = stage.build(model_map, place, config)
-        for parameter, tensor in stage.parameters_of([chunk], model_map):
-            load_parameter(reader, parameter, place, tensor.data)
-        weight = stage.unwrap(chunk).output_weight()[: model_map.dims.vocab].float()
-        return [_hidden(chunk, row).float() @ weight.t() for row in rows]
+        engine = MegatronEngine(folder, place, EngineSettings("float32"), reader=reader)
+        found = engine.log_probs(batch, temperature=1.0, top_k=engine.map.dims.vocab)
+    assert found is not None  # this is the last stage
+    whole = torch.empty(found["top_log_probs"].shape).scatter_(1, found["top_ids"], found["top_log_probs"].float())
+    return list(whole.split([len(row) - 1 for row in rows]))
 
 
-def _hidden(chunk: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """(T, H) last hidden states of one sequence."""
-    length, nothing = len(tokens), torch.zeros(0, dtype=torch.int64)
-    row = Packed(
-        tokens, torch.arange(length), [Segment(0, length)], nothing, nothing, torch.ones(length, dtype=torch.bool)
+def _sample(number: int, tokens: list[int]) -> Sample:
+    """All tokens but the first are the response."""
+    return Sample(
+        uid=str(number),
+        group=str(number),
+        prompt_ids=tokens[:1],
+        response_ids=tokens[1:],
+        loss_mask=[1] * (len(tokens) - 1),
+        rollout_log_probs=[0.0] * (len(tokens) - 1),
+        stop_reason="stop",
+        weight_version=0,
     )
-    params = stage.packed_params(row, torch.float32)
-    on = parallel.device()
-    return chunk(tokens.to(on)[None], row.positions.to(on)[None], None, packed_seq_params=params)[:, 0]
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -254,9 +255,12 @@ def _global_name(stage: PolicyModel, name: str) -> str:
 
 
 @torch.no_grad()
-def load_hf(chunks: Sequence[torch.nn.Module], model_map: ModelMap, folder: Path, place: Place) -> None:
-    """Fill this rank's parameters from a Hugging Face folder, reading only its slices."""
-    reader = open_checkpoint(folder, model_map.head)
+def load_hf(
+    chunks: Sequence[torch.nn.Module], model_map: ModelMap, folder: Path, place: Place, reader: Any = None
+) -> None:
+    """Fill this rank's parameters from a Hugging Face folder, or from what another `reader` has under such names, reading only its
+    slices."""
+    reader = reader or open_checkpoint(folder, model_map.head)
     reader.check(model_map)
     for parameter, tensor in parameters_of(chunks, model_map):
         load_parameter(reader, parameter, place, tensor.data)
