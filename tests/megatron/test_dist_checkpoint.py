@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.bridge.model_map import ModelMap
 from megarl.bridge.torch_dist import DistReader
 from megarl.convert.hf_to_megatron import hf_to_megatron
 from megarl.convert.megatron_to_hf import megatron_to_hf
 from megarl.convert.verify import verify
 from megarl.models.heads import make_tiny_reward
-from megarl.models.tiny import RECIPES, make_tiny
+from megarl.models.tiny import RECIPES, make_tiny, tiny_config
 from tests.distributed import free_port, run_ranks
 from tests.megatron import resume_jobs
 from tests.megatron.checkpoint_jobs import Job, run_jobs
@@ -32,7 +33,7 @@ EXPERTS = {
     "tp2 sp etp2": Layout(tensor=2, sequence=True, expert_tensor=2),
 }
 FAST = [("qwen3", "tp2"), ("qwen3-moe", "ep2")]
-EXPERT_FAMILIES = [family for family in RECIPES if "moe" in family or family.startswith(("mixtral", "deepseek"))]
+EXPERT_FAMILIES = [family for family in RECIPES if ModelMap.from_hf(tiny_config(family)).has_experts]
 CASES = [
     (family, layout)
     for family in RECIPES
