@@ -23,6 +23,7 @@ from megarl.controller.workers import interface
 from megarl.errors import RunError
 from megarl.reshard.bucket import BucketSpec, BucketTensor
 from megarl.reshard.link import Meeting, Regions
+from megarl.reshard.stream import Stream
 from megarl.reshard.transfer import Receivers
 from megarl.rollout.engine import Engine, EngineLost
 from megarl.rollout.group import begin
@@ -162,6 +163,22 @@ class EngineGroup:
     def ranks(self) -> int:
         return len(self._updating) * self.size
 
+    def load_stream(self, stream: Stream, gone: Callable[[int], None]) -> None:
+        """An engine that is lost is no longer waited for, and the others go on."""
+        places = {
+            slot.actor.load_stream.remote(stream, at * self.size): (at, slot) for at, slot in enumerate(self._updating)
+        }
+        pending = list(places)
+        while pending:
+            done, pending = ray.wait(pending, num_returns=1, timeout=self.config.cluster.worker_timeout)
+            for reference in done or pending:  # where none has answered in time, that is found out of each
+                at, slot = places[reference]
+                if not self._answers([slot], [reference], "weight update"):
+                    self._updating.remove(slot)
+                    for rank in range(self.size):
+                        gone(at * self.size + rank)
+            pending = pending if done else []
+
     def link(self, meeting: Meeting, sources: list[Regions], plan: list[list[BucketTensor]]) -> Any:
         first = range(meeting.sources, meeting.world, self.size)
         return [
@@ -299,6 +316,9 @@ class _One:
 
     def ranks(self) -> int:
         return self._group.size
+
+    def load_stream(self, stream: Stream, gone: Callable[[int], None]) -> None:
+        self._call("load_stream", stream, 0)
 
     def link(self, meeting: Meeting, sources: list[Regions], plan: list[list[BucketTensor]]) -> object:
         return self._slot.actor.link.remote(meeting, meeting.sources, sources, plan)

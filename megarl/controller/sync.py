@@ -27,6 +27,7 @@ def transport(cfg: Config, model: ModelMap, source: Path, folder: Path) -> Trans
     """The way of the weights that a configuration names. `source`: the model's folder; `folder`: where weights go that travel by disk,
     unless it names another."""
     r = cfg.reshard
+    timeout = cfg.cluster.worker_timeout
     options = {
         "dtype": cfg.rollout.dtype or cfg.model.dtype,
         "bucket_bytes": r.bucket_mb << 20,
@@ -36,8 +37,8 @@ def transport(cfg: Config, model: ModelMap, source: Path, folder: Path) -> Trans
     if r.transport == "disk":
         return Disk(model, **options, folder=user_path(r.folder) if r.folder else folder, source=source)
     if r.transport == "distributed":
-        return Distributed(model, **options, timeout=cfg.cluster.worker_timeout)
-    return Colocated(model, **options)
+        return Distributed(model, **options, timeout=timeout)
+    return Colocated(model, **options, timeout=timeout)
 
 
 @dataclass

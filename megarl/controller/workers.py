@@ -22,6 +22,7 @@ from megarl.controller.placement import options
 from megarl.errors import RunError
 from megarl.reshard.bucket import BucketSpec
 from megarl.reshard.link import Meeting, Regions
+from megarl.reshard.stream import Stream
 from megarl.roles.models import Models
 from megarl.roles.worker import Worker
 
@@ -113,6 +114,9 @@ class WorkerGroup:
 
     def write(self, bucket: BucketSpec, role: str = "actor") -> list[dict[str, int]]:
         return self._all("write", "writing weights", bucket, role)
+
+    def write_stream(self, stream: Stream) -> list[dict[str, int]]:
+        return self._all("write_stream", "writing weights", stream)
 
     def meeting_place(self) -> tuple[str, int]:
         (place,) = wait_for([self.actors[0].address.remote()], "looking for a port", self._timeout, self._process)
@@ -235,6 +239,9 @@ class WorkerGroup:
         return wait_for(
             [getattr(a, method).remote(*arguments) for a in self.actors], what, self._timeout, self._process
         )
+
+    def __len__(self) -> int:
+        return len(self.actors)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.actors)

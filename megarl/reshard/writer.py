@@ -14,6 +14,7 @@ from megarl.megatron.parallel import Place
 from megarl.reshard.bucket import BucketSpec
 from megarl.reshard.fingerprint import combine, partial
 from megarl.reshard.link import Outlet, Region
+from megarl.reshard.stream import Control, Stream
 
 
 class _Slice(NamedTuple):
@@ -44,17 +45,32 @@ class ShardWriter:
     def write(self, bucket: BucketSpec) -> dict[str, int]:
         """Write this rank's part of a bucket, in the bucket's dtype; its shares of the fingerprints that the bucket asks for.
 
-        A share is taken of the rank's own weights, not of what it wrote, right after writing: they are still in the cache.
+        A share is taken of the rank's own weights, not of what it wrote; right after, since they are still in the cache.
         """
+        self._copy(bucket)
+        return self._shares(bucket)
+
+    @torch.no_grad()
+    def write_stream(self, stream: Stream, rank: int) -> dict[str, int]:
+        """`write` of every bucket as soon as its place is free, as writer number `rank`."""
+        control = Control(stream)
         shares: dict[str, int] = {}
-        asked = set(bucket.prove)
-        for name, whole in bucket.views().items():
-            pieces = self._slices.get(name, ())
-            for piece in pieces:
-                whole[piece.copy.hf].copy_(piece.tensor[piece.copy.local])
-            if pieces and name in asked:
-                shares[name] = _share(pieces, whole.dtype)
+        for number, bucket in enumerate(stream.buckets):
+            control.wait_loaded(number + 1 - stream.places)
+            self._copy(bucket)
+            control.wrote(rank, number + 1)
+            shares |= self._shares(bucket)
         return shares
+
+    def _copy(self, bucket: BucketSpec) -> None:
+        if any(item.name in self._slices for item in bucket.tensors):
+            for name, whole in bucket.views().items():
+                for piece in self._slices.get(name, ()):
+                    whole[piece.copy.hf].copy_(piece.tensor[piece.copy.local])
+
+    def _shares(self, bucket: BucketSpec) -> dict[str, int]:
+        kinds = {item.name: getattr(torch, item.dtype) for item in bucket.tensors}
+        return {name: _share(self._slices[name], kinds[name]) for name in bucket.prove if self._slices.get(name)}
 
     def regions(self) -> dict[str, list[Region]]:
         """What this rank answers for."""
@@ -68,9 +84,7 @@ class ShardWriter:
         """Begin to send this rank's part of a bucket; its shares of the fingerprints that the bucket asks for."""
         held = [item.name for item in bucket.tensors if item.name in self._slices]
         outlet.send(bucket.tensors, {name: [p.tensor[p.copy.local] for p in self._slices[name]] for name in held})
-        asked = set(bucket.prove)
-        kinds = {item.name: getattr(torch, item.dtype) for item in bucket.tensors}
-        return {name: _share(self._slices[name], kinds[name]) for name in held if name in asked}
+        return self._shares(bucket)
 
     @torch.no_grad()
     def fingerprints(self, names: Iterable[str], dtype: torch.dtype) -> dict[str, int]:

@@ -17,6 +17,7 @@ from megarl.config import Config
 from megarl.config.schema import ParallelConfig
 from megarl.reshard.bucket import BucketSpec
 from megarl.reshard.link import Meeting, Region
+from megarl.reshard.stream import Stream
 from megarl.roles.models import Models
 from megarl.roles.ports import unused_port
 from megarl.roles.watch import watched
@@ -127,6 +128,11 @@ class Worker:
         shares of the fingerprints that the bucket asks for."""
         with self.roles.looking(role):
             return self.writers[role].write(bucket)
+
+    def write_stream(self, stream: Stream) -> dict[str, int]:
+        """The actor's slices of all buckets of an update, as the engines let go of those before."""
+        with self.roles.looking("actor"):
+            return self.writers["actor"].write_stream(stream, self.place.rank)
 
     def regions(self) -> dict[str, list[Region]]:
         """The parts of the actor's tensors that this rank answers for."""

@@ -21,6 +21,7 @@ from megarl.cpu import process_env
 from megarl.errors import RunError, UserError
 from megarl.reshard.bucket import BucketSpec, BucketTensor
 from megarl.reshard.link import Meeting, Regions
+from megarl.reshard.stream import Stream
 from megarl.rollout import session
 from megarl.rollout.answers import Open
 from megarl.rollout.group import begin
@@ -155,6 +156,10 @@ class Engine:
         Raises RunError naming the tensor that the model does not have, or has in another shape or dtype.
         """
         self._call("load_bucket", bucket)
+
+    def load_stream(self, stream: Stream, first: int) -> None:
+        """`load_bucket` of every bucket as soon as it is written, this engine's ranks as loaders `first` and on."""
+        self._call("load_stream", stream, first, timeout=stream.timeout + self._progress_timeout)
 
     def link(self, meeting: Meeting, first: int, sources: list[Regions], plan: list[list[BucketTensor]]) -> None:
         """Within an update: join the group over which buckets come that lie in no file, this engine's ranks as `first` and on."""

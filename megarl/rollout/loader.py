@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ from megarl.errors import RunError
 from megarl.reshard.bucket import BucketSpec, BucketTensor
 from megarl.reshard.fingerprint import combine, partial
 from megarl.reshard.link import Inlet, Meeting, Regions
-from megarl.rollout.shards import shards_of
+from megarl.reshard.stream import Control, Stream
+from megarl.rollout.shards import Shard, shards_of
 
 FORMAT = "megarl.rollout.loader.load"
 
@@ -32,6 +33,11 @@ _inlet: Inlet | None = None  # of this scheduler, where weights come as messages
 def bucket_request(bucket: BucketSpec) -> str:
     """Load a bucket."""
     return json.dumps({"bucket": bucket.to_json()})
+
+
+def stream_request(stream: Stream, first: int) -> str:
+    """Load all buckets of an update as they are written, the engine's rank 0 as loader `first`."""
+    return json.dumps({"stream": stream.to_json(), "first": first})
 
 
 def link_request(meeting: Meeting, first: int, sources: list[Regions], plan: list[list[BucketTensor]]) -> str:
@@ -101,7 +107,10 @@ def load(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) 
 def _done(model: torch.nn.Module, request: dict[str, Any], rank: int) -> dict[str, Any]:
     global _inlet
     if "bucket" in request:
-        return load_bucket(model, BucketSpec.from_json(request["bucket"]))
+        return load_buckets(model, [BucketSpec.from_json(request["bucket"])], None, 0)
+    if "stream" in request:
+        stream = Stream.from_json(request["stream"])
+        return load_buckets(model, stream.buckets, Control(stream), request["first"] + rank)
     _inlet = None  # the group before it, with its threads
     asked = request["link"]
     sources = [
@@ -114,24 +123,44 @@ def _done(model: torch.nn.Module, request: dict[str, Any], rank: int) -> dict[st
 
 
 @torch.no_grad()
-def load_bucket(model: torch.nn.Module, bucket: BucketSpec) -> dict[str, Any]:
-    """Load a bucket into `model`, and report on the model's own copy. Raises RunError naming the tensor that does not fit.
+def load_buckets(
+    model: torch.nn.Module, buckets: Sequence[BucketSpec], control: Control | None, me: int
+) -> dict[str, Any]:
+    """Load buckets into `model`, and report on the model's own copy. Raises RunError naming the tensor that does not fit.
 
-    The bucket has whole tensors: SGLang's own loader takes this rank's part of each.
+    A bucket has whole tensors: SGLang's own loader takes this rank's part of each. `control`: of a stream, in which this rank is
+    loader number `me`. What the model holds is read back when all of a bucket was loaded.
     """
-    tensors = bucket.views() if bucket.number is None else _inlet.receive(bucket.number)  # type: ignore[union-attr]
-    begun = time.perf_counter()
     own = shards_of(model)
-    held = {}
-    for item in bucket.tensors:
-        if item.name not in own:
-            raise RunError(f"the engine's model has no tensor {item.name}")
-        held[item.name] = shard = own[item.name].real(item.name, item.shape)
-        if str(shard.view.dtype) != f"torch.{item.dtype}":
-            raise RunError(f"{item.name} came as {item.dtype}, the engine's model has it as {shard.view.dtype}")
+    held = {item.name: _fitting(own, item) for bucket in buckets for item in bucket.tensors}
+    parts: list[tuple[str, list[int], int]] = []
+    spent = {"wait": 0.0, "prove": 0.0}
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for number, bucket in enumerate(buckets):
+            begun = time.perf_counter()
+            if control is not None:
+                control.wait_written(number + 1)
+            found = bucket.views() if bucket.number is None else _inlet.receive(bucket.number)  # type: ignore[union-attr]
+            spent["wait"] += time.perf_counter() - begun
+            yield from found.items()
+            if control is not None:
+                control.loaded(me, number + 1)  # SGLang has copied the last tensor when it asks for the next
+            begun = time.perf_counter()
+            parts.extend((n, held[n].origin, partial(held[n].view, held[n].origin)) for n in bucket.prove)
+            spent["prove"] += time.perf_counter() - begun
+
+    begun = time.perf_counter()
     load_weights: Callable[[Any], Any] = model.load_weights  # type: ignore[assignment]
-    load_weights(iter(tensors.items()))
-    loaded = time.perf_counter()
-    parts = [(name, held[name].origin, partial(held[name].view, held[name].origin)) for name in bucket.prove]
-    seconds = {"load": loaded - begun, "prove": time.perf_counter() - loaded}
+    load_weights(tensors())
+    seconds = {"load": time.perf_counter() - begun - sum(spent.values()), "prove": spent["prove"]}
     return {"parts": parts, "expected": list(own), "seconds": seconds}
+
+
+def _fitting(own: dict[str, Shard], item: BucketTensor) -> Shard:
+    if item.name not in own:
+        raise RunError(f"the engine's model has no tensor {item.name}")
+    shard = own[item.name].real(item.name, item.shape)
+    if str(shard.view.dtype) != f"torch.{item.dtype}":
+        raise RunError(f"{item.name} came as {item.dtype}, the engine's model has it as {shard.view.dtype}")
+    return shard

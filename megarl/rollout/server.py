@@ -22,6 +22,7 @@ from megarl.cpu import has_cuda
 from megarl.errors import RunError, UserError
 from megarl.reshard.bucket import BucketSpec, BucketTensor
 from megarl.reshard.link import Meeting, Regions
+from megarl.reshard.stream import Stream
 from megarl.rollout import loader
 from megarl.rollout.requests import Requests
 from megarl.rollout.sampling import Ask, Progress, Sampling
@@ -151,9 +152,15 @@ class Server:
         self._ask(loader.link_request(meeting, first, sources, plan))
 
     def load_bucket(self, bucket: BucketSpec) -> None:
-        report = self._ask(loader.bucket_request(bucket))
+        self._take(loader.bucket_request(bucket), [bucket])
+
+    def load_stream(self, stream: Stream, first: int) -> None:
+        self._take(loader.stream_request(stream, first), stream.buckets)
+
+    def _take(self, request: str, buckets: Sequence[BucketSpec]) -> None:
+        report = self._ask(request)
         self.expected |= report["expected"]
-        self.loaded.update(item.name for item in bucket.tensors)
+        self.loaded.update(item.name for bucket in buckets for item in bucket.tensors)
         self.fingerprints |= report["fingerprints"]
         for what, seconds in report["seconds"].items():
             self.seconds[what] += seconds

@@ -13,6 +13,7 @@ import torch
 
 from megarl.reshard.bucket import BucketSpec
 from megarl.reshard.link import Meeting, Outlet, Regions
+from megarl.reshard.stream import Stream
 from tests.distributed import free_port
 
 LAYOUTS = {"tp2": {"tensor": 2}, "pp2": {"pipeline": 2}, "dp2": {"data": 2}, "ep2": {"data": 2, "expert": 2}}
@@ -42,6 +43,12 @@ class Ranks:
 
     def fingerprints(self, names: Sequence[str], dtype: str) -> list[dict[str, int]]:
         return self._all("fingerprints", list(names), dtype)
+
+    def __len__(self) -> int:
+        return len(self._pipes)
+
+    def write_stream(self, stream: Stream) -> list[dict[str, int]]:
+        return self._all("write_stream", stream)
 
     def meeting_place(self) -> tuple[str, int]:
         return "127.0.0.1", free_port()
@@ -145,12 +152,28 @@ class _Server:
 
         return self.writer.send(bucket, Stale)  # type: ignore[arg-type]
 
+    def write_stream(self, stream: Stream) -> dict[str, int]:
+        copy = self.writer._copy
+
+        def stale(bucket: BucketSpec) -> None:
+            copy(bucket)
+            self._spoil(bucket)
+
+        self.writer._copy = stale  # type: ignore[method-assign]
+        try:
+            return self.writer.write_stream(stream, self._rank)
+        finally:
+            self.writer._copy = copy  # type: ignore[method-assign]
+
     def write(self, bucket: BucketSpec) -> dict[str, int]:
         shares = self.writer.write(bucket)
+        self._spoil(bucket)
+        return shares
+
+    def _spoil(self, bucket: BucketSpec) -> None:
         for name, whole in bucket.views().items():
             for region, old in self._frozen.get(name, ()):
                 whole[region].copy_(old)
-        return shares
 
     def fingerprints(self, names: list[str], dtype: str) -> dict[str, int]:
         return self.writer.fingerprints(names, getattr(torch, dtype))

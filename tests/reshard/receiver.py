@@ -10,6 +10,7 @@ from torch import Tensor
 from megarl.reshard.bucket import BucketSpec, BucketTensor
 from megarl.reshard.fingerprint import fingerprint
 from megarl.reshard.link import Inlet, Meeting, Regions
+from megarl.reshard.stream import Control, Stream
 
 
 class Receiver:
@@ -34,6 +35,13 @@ class Receiver:
         joining = Thread(target=lambda: setattr(self, "_inlet", Inlet(meeting, meeting.sources, sources, plan)))
         joining.start()
         return joining
+
+    def load_stream(self, stream: Stream, gone: Callable[[int], None]) -> None:
+        control = Control(stream)
+        for number, bucket in enumerate(stream.buckets):
+            control.wait_written(number + 1)
+            self.loaded(bucket)
+            control.loaded(0, number + 1)
 
     def begin_update(self, version: int) -> None:
         self.versions.append(version)

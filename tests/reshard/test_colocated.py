@@ -6,7 +6,9 @@ import os
 import subprocess
 import sys
 import uuid
+from collections.abc import Callable
 from pathlib import Path
+from threading import Timer
 
 import pytest
 import torch
@@ -16,6 +18,9 @@ from megarl.bridge.model_map import ModelMap
 from megarl.errors import RunError
 from megarl.reshard.bucket import BucketSpec
 from megarl.reshard.colocated import Colocated
+from megarl.reshard.stream import Control, Stream
+from tests.reshard.receiver import Receiver
+from tests.reshard.whole import Whole
 
 
 def transfer(folder: Path) -> Colocated:
@@ -32,6 +37,73 @@ def test_an_export_reads_every_tensor(ranks, folder, layout: str) -> None:
         colocated.close()
     assert exported.keys() == want.keys()
     assert all(torch.equal(exported[name], tensor) for name, tensor in want.items())
+
+
+def test_a_rank_that_fails_is_named_though_engines_wait_for_it(folder) -> None:
+    colocated, whole = transfer(folder("tp2")), Whole(folder("tp2"), halt="lm_head.weight")
+    try:
+        with pytest.raises(RunError, match="a rank was lost"):
+            colocated.push(whole, Receiver(), 1)
+        whole.halt = ""
+        receiver = Receiver()
+        colocated._verify = "off"
+        colocated.push(whole, receiver, 2)  # nothing of the failure is left
+        assert all(torch.equal(receiver.tensors[name], tensor) for name, tensor in whole.tensors.items())
+    finally:
+        colocated.close()
+
+
+class _Refusing(Receiver):
+    def loaded(self, token: BucketSpec) -> None:
+        if len(self.buckets) == 2:
+            raise RunError("the engine refused")
+        super().loaded(token)
+
+
+def test_an_engine_that_refuses_is_named_though_ranks_wait_for_it(folder) -> None:
+    colocated = transfer(folder("tp2"))
+    try:
+        with pytest.raises(RunError, match="the engine refused"):
+            colocated.push(Whole(folder("tp2")), _Refusing(), 1)
+    finally:
+        colocated.close()
+
+
+class _OneOfTwo(Receiver):
+    """The other engine is lost after a while."""
+
+    def ranks(self) -> int:
+        return 2
+
+    def load_stream(self, stream: Stream, gone: Callable[[int], None]) -> None:
+        timer = Timer(0.2, lambda: gone(1))
+        timer.start()
+        super().load_stream(stream, gone)
+        timer.join()
+
+
+def test_an_engine_that_is_lost_is_not_waited_for(folder) -> None:
+    colocated, whole, receiver = transfer(folder("tp2")), Whole(folder("tp2")), _OneOfTwo()
+    colocated._verify = "off"
+    try:
+        colocated.push(whole, receiver, 1)
+    finally:
+        colocated.close()
+    assert len(receiver.buckets) > 2  # more than there are places: the ranks had to go on without it
+    assert all(torch.equal(receiver.tensors[name], tensor) for name, tensor in whole.tensors.items())
+
+
+def test_who_does_not_go_on_is_an_error(tmp_path: Path) -> None:
+    control = Control.begin(Stream(str(tmp_path / "control"), [], 2, writers=2, loaders=1, timeout=0.05))
+    control.wrote(0, 1)
+    with pytest.raises(RunError, match="the ranks did not go on within"):
+        control.wait_written(1)
+    control.wrote(1, 1)
+    control.wait_written(1)
+    with pytest.raises(RunError, match="the engines did not go on within"):
+        control.wait_loaded(1)
+    control.loaded(0)
+    control.wait_loaded(1000)
 
 
 def test_buckets_of_dead_processes_are_removed(folder) -> None:

@@ -15,21 +15,7 @@ from megarl.models.tiny import make_tiny
 from megarl.reshard.bucket import BucketSpec
 from megarl.reshard.disk import Disk, as_file
 from tests.reshard.receiver import Receiver
-
-
-class Ranks:
-    """One rank that has the whole checkpoint. `halt`: before the bucket that holds this tensor it fails."""
-
-    def __init__(self, folder: Path, halt: str = ""):
-        self.tensors = load_file(folder / "model.safetensors")
-        self.halt = halt
-
-    def write(self, bucket: BucketSpec) -> list[dict[str, int]]:
-        for name, view in bucket.views().items():
-            if name == self.halt:
-                raise RunError("a rank was lost")
-            view.copy_(self.tensors[name])
-        return []
+from tests.reshard.whole import Whole
 
 
 class Looking(Receiver):
@@ -55,8 +41,8 @@ def test_every_version_is_a_checkpoint_and_the_old_ones_go(tmp_path: Path) -> No
 
     source = make_tiny("llama", tmp_path / "model")
     transfer, receiver = disk(source, tmp_path / "weights"), Looking(tmp_path / "weights")
-    transfer.push(Ranks(source), receiver, 1)
-    transfer.push(Ranks(source), receiver, 2)
+    transfer.push(Whole(source), receiver, 1)
+    transfer.push(Whole(source), receiver, 2)
     assert {len(seen) for seen in receiver.seen} == {1, 2}  # the last one is kept until the next is loaded
     (left,) = (tmp_path / "weights").iterdir()
     assert left.name == "version-2"
@@ -74,7 +60,7 @@ def test_a_half_written_version_is_never_seen(tmp_path: Path) -> None:
     source = make_tiny("llama", tmp_path / "model")
     transfer, receiver = disk(source, tmp_path / "weights"), Receiver()
     with pytest.raises(RunError, match="a rank was lost"):
-        transfer.push(Ranks(source, halt="lm_head.weight"), receiver, 1)
+        transfer.push(Whole(source, halt="lm_head.weight"), receiver, 1)
     assert receiver.arrivals == [] and not list((tmp_path / "weights").iterdir())
 
 
@@ -82,7 +68,7 @@ def test_a_folder_that_cannot_be_is_one_sentence(tmp_path: Path) -> None:
     source = make_tiny("llama", tmp_path / "model")
     (tmp_path / "weights").write_text("a file")
     with pytest.raises(RunError, match=r"weight sync: .*weights/version-1 cannot be"):
-        disk(source, tmp_path / "weights").push(Ranks(source), Receiver(), 1)
+        disk(source, tmp_path / "weights").push(Whole(source), Receiver(), 1)
 
 
 def test_tensors_of_two_kinds_lie_aligned(tmp_path: Path) -> None:
