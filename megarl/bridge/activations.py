@@ -4,8 +4,9 @@ Shape arithmetic, no Megatron. Per token of a layer, in bytes, with s bytes a nu
 key projections, v of the values; tensor parallelism divides what is cut by heads or columns, sequence parallelism what stands
 between (the norms and the products' inputs), context parallelism the tokens:
 
-    two norms                  2 (s h + 4) + 2 s h    input and output
-    core attention             s (q + k + v)          and of every pair of tokens that see each other s a head
+    two norms (or four)        2 (s h + 4) + 2 s h    input and output
+    core attention             s (q + k + v)          and of every pair of tokens that see each other s a head, twice where
+                                                      scores are capped
     output projection, MLP     s v + 5 s f            f: gate and up, silu, up, their product
     experts                    s h + 6 s f            for each expert that a token goes to
 
@@ -135,6 +136,8 @@ class Estimate:
         facts = model.transformer_config()
         self.experts_a_token = int(facts.get("moe_router_topk", 0))
         self.norms_queries = bool(facts["qk_layernorm"]) and not model.is_latent
+        self.norms_answers = bool(facts.get("post_norms"))
+        self.caps_scores = facts.get("attention_softcap") is not None
         self.layout, self.recompute, self.chunk, self.learns, self.local = layout, recompute, chunk, learns, local
         self.exact_kl = exact_kl
         self.size = BYTES[dtype]
@@ -213,7 +216,7 @@ class Estimate:
     def _attention_block(self, micro: MicroBatch) -> float:
         d, s, t = self.dims, self.size, self.layout.tensor
         rows, tokens = self._between(micro), self._tokens(micro)
-        kept = rows * (self._norm(d.hidden) + s * d.hidden)
+        kept = rows * (self._norm(d.hidden) + s * d.hidden) * (1 + self.norms_answers)
         kept += self._core(micro) + tokens * s * self._out / t
         if d.kv_rank:
             kept += rows * (self._norm(d.q_rank) + s * d.q_rank) * bool(d.q_rank)
@@ -246,7 +249,7 @@ class Estimate:
         if self.local:
             # Of its two chunks of a sequence a rank sees, of 2c, one as far as the other does not (zig-zag): 2c + 1 together.
             pairs = micro.pairs if c == 1 else micro.pairs * (2 * c + 1) / (4 * c * c)
-            kept += pairs * d.heads / t * self.size
+            kept += pairs * d.heads / t * self.size * (1 + self.caps_scores)
         return kept
 
     def _core_inputs(self, micro: MicroBatch) -> float:
@@ -261,7 +264,7 @@ class Estimate:
     def _mlp_block(self, layer: int, micro: MicroBatch) -> float:
         d, s, t = self.dims, self.size, self.layout.tensor
         rows, tokens = self._between(micro), self._tokens(micro)
-        kept = rows * (self._norm(d.hidden) + s * d.hidden)
+        kept = rows * (self._norm(d.hidden) + s * d.hidden) * (1 + self.norms_answers)
         if not (d.sparse and d.sparse[layer]):
             return kept + tokens * 5 * s * d.ffn / t
         # Experts get as many rows as they send, if the router is fair; tensor parallelism within one gathers them.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megarl.bridge.family import Rule
 from megarl.bridge.layout import Split, interleaved_by_group
 
@@ -46,6 +48,8 @@ GATE_UP = Rule(
     f"{MEGATRON}mlp.linear_fc1.weight",
     split=Split.ROWS,
 )
+# The same where the checkpoint has both in one tensor.
+FUSED_GATE_UP = replace(GATE_UP, hf={f"{HF}mlp.gate_up_proj.weight": "ffn+ffn hidden"})
 DOWN = Rule({f"{HF}mlp.down_proj.weight": "hidden ffn"}, f"{MEGATRON}mlp.linear_fc2.weight", split=Split.COLUMNS)
 FINAL_NORM = Rule({"model.norm.weight": "hidden"}, "decoder.final_layernorm.weight", stage="last")
 HEAD = Rule(
@@ -56,3 +60,11 @@ HEAD = Rule(
     pad_vocabulary=True,
     tied_to="model.embed_tokens.weight",
 )
+
+
+def post_norms(attention: str, mlp: str) -> tuple[Rule, Rule]:
+    """The norms of what attention and MLP answer; the names are those of the layer's modules. Megatron has none: layer.py."""
+    return (
+        Rule({f"{HF}{attention}.weight": "hidden"}, f"{MEGATRON}post_self_attn_layernorm.weight"),
+        Rule({f"{HF}{mlp}.weight": "hidden"}, f"{MEGATRON}post_mlp_layernorm.weight"),
+    )

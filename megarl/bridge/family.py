@@ -38,6 +38,7 @@ class Dims:
     rope_dim: int = 0
     v_dim: int = 0
     labels: int = 0  # scores of a head in the output layer's place
+    parts: frozenset[str] = frozenset()  # names of what this model has and others of its family lack (see `with_part`)
 
     @property
     def q(self) -> int:
@@ -69,8 +70,12 @@ class Dims:
         return bool(self.sparse) and self.sparse[layer]
 
     def shape(self, names: str) -> Shape:
-        """`"q hidden"` → (heads x head_dim, hidden)."""
-        return tuple(getattr(self, name) for name in names.split())
+        """`"q hidden"` → (heads x head_dim, hidden); `"ffn+ffn hidden"` → (2 x ffn, hidden)."""
+        return tuple(sum(self.blocks(name)) for name in names.split())
+
+    def blocks(self, name: str) -> list[int]:
+        """Of one axis: `"ffn+ffn"` → two blocks of ffn."""
+        return [getattr(self, part) for part in name.split("+")]
 
 
 def everywhere(dims: Dims, layer: int) -> bool:
@@ -78,12 +83,18 @@ def everywhere(dims: Dims, layer: int) -> bool:
     return True
 
 
+def with_part(name: str) -> Callable[[Dims, int], bool]:
+    """A rule that holds in every layer of models that have a part, as a family's `derive` says in `Dims.parts`."""
+    return lambda dims, layer: name in dims.parts
+
+
 @dataclass(frozen=True)
 class Rule:
     """Some Hugging Face tensors ↔ one Megatron parameter.
 
     `{L}` in a name stands for every layer, `{E}` for every expert of it, both numbered over the whole model. `hf` maps each name
-    to its shape in the names of `Dims`; their order is the order in which `join` lays them down. `te` is the parameter's name in
+    to its shape in the names of `Dims`; their order is the order in which `join` lays them down. Rows that are a sum (`ffn+ffn`)
+    are so many parts of their own, which are cut and laid down one by one. `te` is the parameter's name in
     Megatron's Transformer Engine spec where that differs from the local spec's.
     """
 
@@ -110,7 +121,8 @@ class Family:
     `requires` lists, for config fields that would change the arithmetic, the values under which the rules are exact;
     `ignores` the fields that say nothing about the arithmetic. A field in no list is refused by name. What a table cannot say,
     `derive` computes from the config and the sizes read so far (further fields of `Dims`) and `settings` from the config
-    (further arguments of TransformerConfig); both read `reads` and raise UserError for what is not exact.
+    (further arguments of TransformerConfig); both read `reads` and raise UserError for what is not exact. `rope` gives what
+    config.json says about rotary positions in the fields that most families have (`read_rope`), where it says that otherwise.
     """
 
     architecture: str
@@ -126,6 +138,7 @@ class Family:
     reads: frozenset[str] = frozenset()
     derive: Callable[[Config, Mapping[str, int]], Mapping[str, Any]] | None = None
     settings: Callable[[Config], Mapping[str, Any]] | None = None
+    rope: Callable[[Config], Config] | None = None
 
     @property
     def latent(self) -> bool:

@@ -51,6 +51,7 @@ USUAL: Mapping[str, tuple[Any, ...]] = {
     "add_cross_attention": (False, None),
     "partial_rotary_factor": (1, None),
 }
+PARTIAL = "partial_rotary_factor"
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Rope:
     """Rotary positions as Megatron's GPTModel takes them."""
 
     base: float
+    percent: float = 1.0  # the share of a head's numbers, from the first, that is turned
     scaling_factor: float | None = None  # Llama 3.1's scaling
     interpolation: float | None = None  # linear scaling: positions are divided by it
     yarn: Mapping[str, Any] | None = None  # YaRN, as the arguments of MLATransformerConfig
@@ -75,6 +77,7 @@ class Rope:
 
     def model_args(self) -> dict[str, Any]:
         args: dict[str, Any] = {"rotary_base": int(self.base) if float(self.base).is_integer() else self.base}
+        args["rotary_percent"] = self.percent
         if self.scaling_factor is not None:
             args |= {"rope_scaling": True, "rope_scaling_factor": self.scaling_factor}
         if self.interpolation is not None:
@@ -99,7 +102,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 def check_fields(family: Family, config: Mapping[str, Any]) -> None:
     """Refuses, all at once and by name, every field that is unknown or has a value the rules are not exact for."""
     problems = []
-    requires = {**USUAL, **family.requires}
+    requires = {key: usual for key, usual in USUAL.items() if key not in family.reads} | dict(family.requires)
     for key, value in config.items():
         if key in requires:
             allowed = requires[key]
@@ -147,28 +150,40 @@ def _size(family: Family, key: str, value: Any) -> int:
     return value
 
 
-def read_rope(config: Mapping[str, Any], *, latent: bool = False, default_base: float = 10000.0) -> Rope:
+def read_rope(family: Family, config: Mapping[str, Any]) -> Rope:
     """Rotary base and scaling, as transformers 4 (rope_theta, rope_scaling) or 5 (rope_parameters) write them.
 
-    YaRN is taken with latent attention only, whose softmax scale it changes too.
+    YaRN is taken with latent attention only, whose softmax scale it changes too; a partial_rotary_factor of families that read it.
     """
     fields = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
+    default_base = float(family.defaults.get("rope_theta", 10000.0))
     base = float(fields.pop("rope_theta", None) or config.get("rope_theta") or default_base)
     kind = fields.pop("rope_type", None) or fields.pop("type", None) or "default"
     fields.pop("type", None)
-    if fields.pop("partial_rotary_factor", None) not in (None, 1, 1.0):
-        raise UserError("config.json: a partial_rotary_factor other than 1 is not supported.")
+    percent = _percent(family, config, fields.pop("partial_rotary_factor", None))
     if kind == "default" and not fields:
-        return Rope(base)
+        return Rope(base, percent)
     if kind == "linear" and set(fields) == {"factor"}:
-        return Rope(base, interpolation=float(fields["factor"]))
+        return Rope(base, percent, interpolation=float(fields["factor"]))
     # Megatron has the other three numbers of Llama 3.1's scaling built in.
     llama3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     if kind == "llama3" and {key: fields.get(key) for key in llama3} == llama3 and set(fields) == {*llama3, "factor"}:
-        return Rope(base, scaling_factor=float(fields["factor"]))
-    if kind == "yarn" and latent:
+        return Rope(base, percent, scaling_factor=float(fields["factor"]))
+    if kind == "yarn" and family.latent:
         return Rope(base, yarn=_yarn(fields))
     raise UserError(f"config.json: rope scaling of kind {kind!r} with {fields} is not supported.")
+
+
+def _percent(family: Family, config: Mapping[str, Any], written: Any) -> float:
+    """The share of a head that is turned; `written`: as transformers 5 states it."""
+    if PARTIAL not in family.reads:
+        if written not in (None, 1, 1.0):
+            raise UserError("config.json: a partial_rotary_factor other than 1 is not supported.")
+        return 1.0
+    share = float(config.get(PARTIAL, family.defaults.get(PARTIAL, 1.0)) if written is None else written)
+    if not 0 < share <= 1:
+        raise UserError(f"config.json: partial_rotary_factor = {share:g} must be above 0 and at most 1.")
+    return share
 
 
 def _yarn(fields: dict[str, Any]) -> dict[str, Any]:

@@ -72,6 +72,14 @@ class Copy(NamedTuple):
     local: tuple[slice, ...]
 
 
+class Part(NamedTuple):
+    """A run of rows of a Hugging Face tensor that is cut by itself, mostly all of them: of gate over up in one tensor each half."""
+
+    tensor: int  # which of a parameter's tensors
+    first: int  # row of it
+    shape: Shape
+
+
 class Split(Enum):
     """What tensor parallelism cuts, or expert tensor parallelism in an expert. ROWS and COLUMNS are axes 0 and 1 of the Hugging
     Face tensor."""

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megarl.bridge import moe
 from megarl.bridge.dense import HF, MEGATRON
 from megarl.bridge.family import Config, Dims, Rule
+from megarl.bridge.fields import whole
 from megarl.bridge.layout import Split
 from megarl.errors import UserError
 
@@ -70,7 +72,7 @@ IGNORES = frozenset({"aux_loss_alpha", "seq_aux", "ep_size", "pretraining_tp", "
 
 
 def derive(config: Config, sizes: Mapping[str, int]) -> dict[str, Any]:
-    """A head's size is its two parts'; the first layers are dense; the shared experts are one MLP of all their sizes."""
+    """A head's size is its two parts'; beside that what `moe.after_dense` says."""
     if sizes["heads"] != sizes["kv_heads"]:
         raise UserError(
             f"config.json: num_key_value_heads = {sizes['kv_heads']} must equal num_attention_heads = {sizes['heads']}: "
@@ -79,22 +81,5 @@ def derive(config: Config, sizes: Mapping[str, int]) -> dict[str, Any]:
     head = sizes["nope_dim"] + sizes["rope_dim"]
     if config.get("qk_head_dim", head) != head:
         raise UserError(f"config.json: qk_head_dim = {config['qk_head_dim']!r} must be its two parts' sum, {head}.")
-    rank = _whole(config, "q_lora_rank", 1) if config.get("q_lora_rank") is not None else 0
-    dense = _whole(config, "first_k_dense_replace", 0)
-    if dense >= sizes["layers"]:
-        raise UserError(
-            f"config.json: first_k_dense_replace = {dense} leaves none of {sizes['layers']} layers with experts."
-        )
-    return {
-        "head_dim": head,
-        "q_rank": rank,
-        "sparse": tuple(layer >= dense for layer in range(sizes["layers"])),
-        "shared_ffn": _whole(config, "n_shared_experts", 1) * sizes["expert_ffn"],
-    }
-
-
-def _whole(config: Config, field: str, least: int) -> int:
-    value = config.get(field)
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise UserError(f"config.json: {field} = {value!r} must be a whole number of at least {least}.")
-    return value
+    rank = whole(config, "q_lora_rank", 1) if config.get("q_lora_rank") is not None else 0
+    return {"head_dim": head, "q_rank": rank, **moe.after_dense(config, sizes)}

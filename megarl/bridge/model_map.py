@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 from megarl.bridge.family import Dims, Family, Rule, Stage, find_family
 from megarl.bridge.heads import Head, body
 from megarl.bridge.hf_config import Rope, check_fields, read_config, read_dims, read_rope
-from megarl.bridge.layout import Copy, Cut, Join, Shape, Split, Standing, Where, interleaved_by_group, uncovered
+from megarl.bridge.layout import Copy, Cut, Join, Part, Shape, Split, Standing, Where, interleaved_by_group, uncovered
 from megarl.errors import UserError
 
 
@@ -25,6 +25,7 @@ class Parameter:
     te_name: str  # its name in the Transformer Engine spec
     hf_names: tuple[str, ...]
     hf_shapes: tuple[Shape, ...]
+    parts: tuple[Part, ...]  # what these tensors are made of, in the order in which `join` takes them
     layer: int | None
     expert: int | None  # which expert of the layer it belongs to
     experts: int  # of a layer
@@ -71,7 +72,7 @@ class Parameter:
 
     def local_shape(self, where: Where) -> Shape:
         """Shape on a rank, vocabulary padding included."""
-        shapes = [self._share(shape, self._cut(where)[1]) for shape in self.hf_shapes]
+        shapes = [self._share(part.shape, self._cut(where)[1]) for part in self.parts]
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
     def copies(self, where: Where) -> list[Copy]:
@@ -79,21 +80,22 @@ class Parameter:
         if not self.held(where):
             return []
         rank, size = self._cut(where)
-        shares = [self._share(shape, size) for shape in self.hf_shapes]
+        shares = [self._share(part.shape, size) for part in self.parts]
         groups = self.groups // size if self.split is Split.ROWS else self.groups
         result = []
         for piece in self.join([share[0] for share in shares], groups):
-            shape, share = self.hf_shapes[piece.part], shares[piece.part]
+            part, share = self.parts[piece.part], shares[piece.part]
             starts = [rank * share[axis] if self.split.value == axis else 0 for axis in range(len(share))]
             row = starts[0] + piece.source
-            length = min(piece.length, shape[0] - row)
+            length = min(piece.length, part.shape[0] - row)
             if length <= 0:
                 continue
+            row += part.first
             columns = tuple(slice(starts[axis], starts[axis] + share[axis]) for axis in range(1, len(share)))
             local_columns = tuple(slice(0, size) for size in share[1:])
             result.append(
                 Copy(
-                    self.hf_names[piece.part],
+                    self.hf_names[part.tensor],
                     (slice(row, row + length), *columns),
                     (slice(piece.target, piece.target + length), *local_columns),
                 )
@@ -168,9 +170,7 @@ class ModelMap:
         if head is not None:
             family, dims = head.on(family, dims)
         try:
-            rope = read_rope(
-                config, latent=family.latent, default_base=float(family.defaults.get("rope_theta", 10000.0))
-            )
+            rope = read_rope(family, config if family.rope is None else family.rope(config))
             norm_eps = float(config.get("rms_norm_eps", family.defaults.get("rms_norm_eps", 1e-6)))
             max_positions = int(config.get("max_position_embeddings", 2048))
         except (TypeError, ValueError, ArithmeticError) as error:
@@ -197,6 +197,17 @@ class ModelMap:
     def is_latent(self) -> bool:
         """Whether attention is multi-head latent attention: the model is then an MLATransformerConfig's."""
         return self._family.latent
+
+    @property
+    def window(self) -> int | None:
+        """How many tokens, itself among them, a token attends to in layers with a sliding window; None: there are none."""
+        size = self._settings.get("window_size")
+        return None if size is None else size[0] + 1
+
+    @property
+    def norm_offset(self) -> float:
+        """What norms add to their weights before they multiply by them."""
+        return float(bool(self._settings.get("layernorm_zero_centered_gamma")))
 
     @property
     def float32(self) -> frozenset[str]:
@@ -267,7 +278,6 @@ class ModelMap:
             "max_sequence_length": self._max_positions,
             "share_embeddings_and_output_weights": self.tied,
             "position_embedding_type": "rope",
-            "rotary_percent": 1.0,
             **({} if self.is_latent else self._rope.model_args()),
         }
 
@@ -364,6 +374,7 @@ def _parameter(rule: Rule, dims: Dims, layer: int | None, expert: int | None, ti
         te_name=named(rule.te or rule.megatron),
         hf_names=tuple(named(name) for name in names),
         hf_shapes=tuple(dims.shape(shape) for shape in rule.hf.values()),
+        parts=tuple(_parts(rule, dims)),
         layer=layer,
         expert=expert,
         experts=dims.experts,
@@ -375,6 +386,15 @@ def _parameter(rule: Rule, dims: Dims, layer: int | None, expert: int | None, ti
         exported=not copied,
         float32=rule.float32,
     )
+
+
+def _parts(rule: Rule, dims: Dims) -> Iterator[Part]:
+    for tensor, names in enumerate(rule.hf.values()):
+        rows, _, rest = names.partition(" ")
+        first = 0
+        for count in dims.blocks(rows):
+            yield Part(tensor, first, (count, *dims.shape(rest)))
+            first += count
 
 
 def _check_names(parameters: Iterable[Parameter]) -> None:

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from megarl.bridge import dense
 from megarl.bridge.dense import HF, MEGATRON
 from megarl.bridge.family import Config, Dims, Rule
+from megarl.bridge.fields import whole
 from megarl.bridge.layout import Split
 from megarl.errors import UserError
 
@@ -99,3 +100,51 @@ def chosen(config: Config, experts: str) -> int:
     if isinstance(total, int) and count > total:
         raise UserError(f"config.json: num_experts_per_tok = {count} is more than the {total} experts there are.")
     return count
+
+
+def after_dense(config: Config, sizes: Mapping[str, int]) -> dict[str, Any]:
+    """The first layers are dense; the shared experts are one MLP of all their sizes."""
+    dense_layers = whole(config, "first_k_dense_replace", 0)
+    if dense_layers >= sizes["layers"]:
+        raise UserError(
+            f"config.json: first_k_dense_replace = {dense_layers} leaves none of {sizes['layers']} layers with experts."
+        )
+    return {
+        "sparse": tuple(layer >= dense_layers for layer in range(sizes["layers"])),
+        "shared_ffn": whole(config, "n_shared_experts", 1) * sizes["expert_ffn"],
+    }
+
+
+# Of `biased_sigmoid`.
+BIASED_SIGMOID: Mapping[str, Any] = {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_pre_softmax": True,  # the scores are taken before the choice
+    "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": 0.0,  # the bias stays what the checkpoint says
+}
+
+
+def biased_sigmoid(config: Config) -> dict[str, Any]:
+    """k experts by score + bias, out of the `topk_group` groups whose two best sum highest; weights are the scores, divided by
+    their sum and scaled (arXiv:2412.19437, sec. 2.1.2)."""
+    count = chosen(config, "n_routed_experts")
+    groups, best = config.get("n_group") or 1, config.get("topk_group") or 1
+    if count == 1:
+        raise UserError("config.json: num_experts_per_tok = 1 gives the router no gradient: not supported.")
+    arguments = {
+        "moe_router_topk": count,
+        "moe_router_topk_scaling_factor": float(config.get("routed_scaling_factor") or 1.0),
+    }
+    if best < groups:
+        # Megatron rates a group by its k // topk_group best, transformers by its two best.
+        if count // best != 2:
+            raise UserError(
+                f"config.json: num_experts_per_tok = {count} with topk_group = {best} is not supported: "
+                f"Megatron would rate a group by its {count // best} best experts, the model by its two best."
+            )
+        if config["n_routed_experts"] % groups or config["n_routed_experts"] < 2 * groups:
+            raise UserError(
+                f"config.json: n_group = {groups} must cut {config['n_routed_experts']} experts into equal groups of 2 or more."
+            )
+        arguments |= {"moe_router_num_groups": groups, "moe_router_group_topk": best}
+    return arguments

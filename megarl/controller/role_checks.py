@@ -87,6 +87,13 @@ class _Look:
                 f"{self.opened.dims.vocab} tokens where the policy's has {own}; set a reference.path of as many, or "
                 "algorithm.kl_estimator=k3"
             )
+        caps = [model.transformer_config().get("final_softcap") for model in (self.model, self.opened)]
+        if a.kl_estimator == "full" and caps[0] != caps[1]:
+            self.problems.append(
+                f"algorithm.kl_estimator=full caps the reference's logits as the policy's, at {caps[0]}, and the reference's are "
+                f"capped at {caps[1]} (final_logit_softcapping); set a reference.path of the policy's family, or "
+                "algorithm.kl_estimator=k3"
+            )
         if a.kl_estimator == "top_k" and a.kl_top_k > own:
             self.problems.append(
                 f"algorithm.kl_top_k={a.kl_top_k} is more than the {own} tokens of the vocabulary; set it to that or less"
@@ -173,6 +180,10 @@ def layout_problems(where: str, layout: ParallelConfig, model: ModelMap) -> Iter
         key = problem.split(" parallelism")[0].replace(" ", "_")
         value = getattr(layout, key) or layout.tensor  # expert_tensor: as tensor
         yield f"{where}.{key}={value}: {problem}"
+    from megarl.megatron import limits
+
+    if limits.uses_transformer_engine():
+        yield from (f"{where}: {problem}" for problem in limits.beyond_transformer_engine(model, layout.context))
 
 
 def _stages(where: str, layout: ParallelConfig, layers: int) -> Iterator[str]:

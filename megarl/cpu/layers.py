@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import is_layer_window_attention
 from megatron.core.utils import divide
 
 from megarl.batch.packing import Segment
@@ -28,6 +29,10 @@ class LocalNorm:
 
     def __new__(cls, config, hidden_size: int, eps: float = 1e-5, **_) -> torch.nn.Module:
         kind = RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+        if config.layernorm_zero_centered_gamma:
+            if kind is not RMSNorm:
+                raise ValueError("a norm whose weight is centred on zero is written for RMSNorm only")
+            kind = ZeroCentredNorm
         norm = kind(hidden_size, eps=eps, dtype=config.params_dtype)
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel
@@ -39,6 +44,13 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _RMSNorm.apply(x, self.weight, self.eps)
+
+
+class ZeroCentredNorm(torch.nn.RMSNorm):
+    """RMSNorm times 1 + weight, in float32 whatever the dtype."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _RMSNorm.apply(x, 1.0 + self.weight.float(), self.eps)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -96,7 +108,10 @@ class _Bucket:
     prefix_inverse: torch.Tensor | None = None  # (T,)
     prefix_shape: tuple[int, int] | None = None
     prefix_of: torch.Tensor | None = None  # (B,) which prefix a segment continues
-    mask: torch.Tensor | None = None  # (B, 1, L, Lp+L) additive float
+    mask: torch.Tensor | None = None  # (B, 1, L, Lp+L) additive float; None: causal
+    windowed: torch.Tensor | None = (
+        None  # the same of layers with a sliding window, where theirs is another; (1 or B, ...)
+    )
 
     def to(self, device: torch.device) -> _Bucket:
         moved = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, torch.Tensor)}
@@ -107,7 +122,8 @@ class AttentionPlan:
     """Which packed rows attend to which, worked out once a micro-batch and used by every layer.
 
     A segment attends causally to itself and, where it has a prefix, to the whole of the prefix: this is how the samples of
-    one prompt share the prompt's computation.
+    one prompt share the prompt's computation. In layers with a sliding window a row sees only the last rows of that, itself among
+    them: positions count over prefix and segment.
     """
 
     def __init__(
@@ -117,10 +133,11 @@ class AttentionPlan:
         dtype: torch.dtype,
         device: torch.device,
         context: torch.Tensor | None = None,
+        window: int | None = None,
     ):
         """`tokens`: rows of queries. `context`: (ranks, tokens) the rows of every rank of context parallelism, whose keys are
-        seen here; the segments say where their keys are."""
-        self.tokens = tokens
+        seen here; the segments say where their keys are. `window`: how many rows a query sees in layers with a sliding window."""
+        self.tokens, self.window = tokens, window
         self.context = None if context is None else context.to(device)
         self._keys = tokens if context is None else context.numel()
         kinds: dict[float, list[Segment]] = {}
@@ -149,7 +166,12 @@ class AttentionPlan:
         if self.context is not None:
             key_index, key_inverse, _ = _padded_index([(s.keys, s.length) for s in segments], self._keys)
         if segments[0].prefix is None:
-            return _Bucket(index, inverse, shape, key_index, key_inverse)
+            windowed = None
+            if self.window is not None and shape[1] > self.window:
+                places = torch.arange(shape[1])
+                ahead = places[:, None] - places
+                windowed = _additive((ahead >= 0) & (ahead < self.window), dtype)[None, None]
+            return _Bucket(index, inverse, shape, key_index, key_inverse, windowed=windowed)
         longest: dict[int, int] = {}  # of the prefixes that begin at one row, each is a beginning of the longest
         for start, length in (s.prefix for s in segments):
             longest[start] = max(length, longest.get(start, 0))
@@ -160,9 +182,20 @@ class AttentionPlan:
         seen = torch.arange(prefix_shape[1])[None] < prefix_length[:, None]  # (B, Lp)
         causal = torch.ones(shape[1], shape[1], dtype=torch.bool).tril()
         allowed = torch.cat([seen[:, None].expand(-1, shape[1], -1), causal.expand(shape[0], -1, -1)], dim=2)
-        mask = torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, float("-inf"))[:, None]
-        keys = (key_index, key_inverse)
-        return _Bucket(index, inverse, shape, *keys, prefix_index, prefix_inverse, prefix_shape, prefix_of, mask)
+        mask = _additive(allowed, dtype)[:, None]
+        windowed = None
+        if self.window is not None and int(prefix_length.max()) + shape[1] > self.window:
+            # Of the whole sequence: of prefix and segment. Keys of the prefix have the same positions for every segment.
+            own = prefix_length[:, None] + torch.arange(shape[1])  # (B, L)
+            keys = torch.cat([torch.arange(prefix_shape[1]).expand(shape[0], -1), own], dim=1)
+            windowed = _additive(allowed & (own[:, :, None] - keys[:, None] < self.window), dtype)[:, None]
+        prefix = (prefix_index, prefix_inverse, prefix_shape, prefix_of)
+        return _Bucket(index, inverse, shape, key_index, key_inverse, *prefix, mask, windowed)
+
+
+def _additive(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """0 where a row sees a key, -inf elsewhere."""
+    return torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, float("-inf"))
 
 
 def _similar(segments: list[Segment]) -> list[list[Segment]]:
@@ -216,6 +249,8 @@ class LocalCoreAttention(MegatronModule):
     ):
         super().__init__(config=config)
         self.softmax_scale = softmax_scale
+        self.softcap = getattr(config, "attention_softcap", None)  # of megarl.megatron.layer.Additions
+        self.windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.peers = groups.cp if config.context_parallel_size > 1 else None
@@ -249,16 +284,17 @@ class LocalCoreAttention(MegatronModule):
                 for x, size in zip(flat[1:], sizes[1:], strict=True)
             )
             k, v = torch.cat([pk, k], dim=2), torch.cat([pv, v], dim=2)
+        mask = bucket.windowed if self.windowed and bucket.windowed is not None else bucket.mask
         scores = bucket.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
-        if self.dropout == 0.0 and scores <= _EXPLICIT_SCORES:
-            out = _explicit_attention(q, k, v, bucket.mask, self.softmax_scale or q.shape[-1] ** -0.5)
+        if self.softcap is not None or (self.dropout == 0.0 and scores <= _EXPLICIT_SCORES):
+            out = _explicit_attention(q, k, v, mask, self.softmax_scale or q.shape[-1] ** -0.5, self.softcap)
         else:
             out = F.scaled_dot_product_attention(
                 q,
                 k,
                 v,
-                attn_mask=bucket.mask,
-                is_causal=bucket.mask is None,
+                attn_mask=mask,
+                is_causal=mask is None,
                 dropout_p=self.dropout if self.training else 0.0,
                 scale=self.softmax_scale,
                 enable_gqa=q.shape[1] != k.shape[1],
@@ -266,11 +302,12 @@ class LocalCoreAttention(MegatronModule):
         return out.transpose(1, 2).reshape(-1, self.hidden)
 
 
-def _explicit_attention(q, k, v, mask, scale: float) -> torch.Tensor:
-    """Attention as it is written in the paper; q (B, heads, L, D), k (B, groups, S, D), v likewise; mask None: causal."""
+def _explicit_attention(q, k, v, mask, scale: float, softcap: float | None) -> torch.Tensor:
+    """Attention as it is written in the paper; q (B, heads, L, D), k (B, groups, S, D), v likewise; mask None: causal. With a softcap c
+    scores s become c · tanh(s / c) (arXiv:2408.00118, sec. 2), which torch's kernel does not know."""
     if mask is None:
         mask = torch.full((q.shape[2], k.shape[2]), float("-inf"), dtype=q.dtype, device=q.device).triu_(1)
-    return _ExplicitAttention.apply(q, k, v, mask, scale)
+    return _ExplicitAttention.apply(q, k, v, mask, scale, softcap)
 
 
 class _ExplicitAttention(torch.autograd.Function):
@@ -281,26 +318,34 @@ class _ExplicitAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, mask, scale):
+    def forward(ctx, q, k, v, mask, scale, softcap):
         batch, heads, length, size = q.shape
         groups, seen = k.shape[1], k.shape[2]
         rows = q.reshape(batch * groups, heads // groups * length, size)
         keys, values = (x.reshape(batch * groups, seen, -1) for x in (k, v))
-        scores = mask.expand(batch, heads, length, seen).clone(memory_format=torch.contiguous_format)
-        scores = scores.view(batch * groups, -1, seen)
-        weights = torch.softmax(scores.baddbmm_(rows, keys.transpose(1, 2), alpha=scale), dim=-1)
-        ctx.save_for_backward(rows, keys, values, weights)
+        capped = None
+        if softcap is None:
+            scores = mask.expand(batch, heads, length, seen).clone(memory_format=torch.contiguous_format)
+            scores = scores.view(batch * groups, -1, seen).baddbmm_(rows, keys.transpose(1, 2), alpha=scale)
+        else:
+            capped = torch.bmm(rows, keys.transpose(1, 2)).mul_(scale / softcap).tanh_()
+            scores = capped.mul(softcap)
+            scores.view(batch, heads, length, seen).add_(mask)
+        weights = torch.softmax(scores, dim=-1)
+        ctx.save_for_backward(rows, keys, values, weights, capped)
         ctx.scale, ctx.shapes = scale, (q.shape, k.shape, v.shape)
         return torch.bmm(weights, values).view(batch, heads, length, -1)
 
     @staticmethod
     def backward(ctx, grad):
-        rows, keys, values, weights = ctx.saved_tensors
+        rows, keys, values, weights, capped = ctx.saved_tensors
         grad = grad.reshape(len(rows), rows.shape[1], -1)
         grad_values = torch.bmm(weights.transpose(1, 2), grad)
         scores = torch.bmm(grad, values.transpose(1, 2))
         scores = torch._softmax_backward_data(scores, weights, -1, weights.dtype)
+        if capped is not None:
+            scores.mul_(1.0 - capped.square())
         grad_rows = torch.bmm(scores, keys).mul_(ctx.scale)
         grad_keys = torch.bmm(scores.transpose(1, 2), rows).mul_(ctx.scale)
         parts = zip((grad_rows, grad_keys, grad_values), ctx.shapes, strict=True)
-        return *(part.view(shape) for part, shape in parts), None, None
+        return *(part.view(shape) for part, shape in parts), None, None, None

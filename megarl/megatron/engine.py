@@ -31,6 +31,7 @@ from megarl.megatron import experts
 from megarl.megatron import model as stage
 from megarl.megatron.emulate import Emulation, emulate_fp8
 from megarl.megatron.head import Divergences, TokenScores, divergences, join
+from megarl.megatron.limits import uses_transformer_engine
 from megarl.megatron.offload import Memory
 from megarl.megatron.optimizer import Optimizer, learning
 from megarl.megatron.optimizer_settings import OptimizerSettings
@@ -38,7 +39,6 @@ from megarl.megatron.parallel import Place, device
 from megarl.megatron.precision import PrecisionSettings
 from megarl.megatron.schedule import Schedule, micro_batch_count, most
 from megarl.megatron.shortage import estimates_of, is_shortage, room, sentence
-from megarl.megatron.specs import uses_transformer_engine
 
 
 @dataclass(frozen=True)
@@ -280,7 +280,7 @@ class MegatronEngine:
 
         def forward(iterator, chunk):
             micro, row = next(iterator)
-            params = stage.packed_params(row, self.config.params_dtype, weigh(micro) if weigh else None)
+            params = stage.packed_params(row, self.config, weigh(micro) if weigh else None)
             tokens, positions = row.tokens.to(device())[None], row.positions.to(device())[None]
             hidden = chunk(tokens, positions, None, packed_seq_params=params)
             return hidden, partial(self._finish, finish, micro, row)
@@ -355,6 +355,7 @@ class MegatronEngine:
             temperature=temperature,
             chunk=self.settings.logits_chunk_tokens,
             group=mpu.get_tensor_model_parallel_group(),
+            softcap=self.config.final_softcap,
             **options,
         )
         if row.piece is None:

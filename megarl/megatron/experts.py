@@ -29,7 +29,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from megarl.megatron.layer import PolicyLayer
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class RoutedRow:
     weights: torch.Tensor  # (G,) float32: 1 / N, or 0 for a sequence that has no loss
 
 
-class RoutedLayer(TransformerLayer):
+class RoutedLayer(PolicyLayer):
     """A transformer layer whose router knows the packed row. By layer, not by model: recomputation and pipelines run the layers
     of several micro-batches in turn."""
 

@@ -3,7 +3,8 @@
 Full logits of N tokens never exist: each chunk's logits are made, reduced to a few numbers a token and made again in the
 backward pass. Memory is O(chunk · vocabulary / ranks) instead of O(N · vocabulary).
 
-For logits z (already divided by the temperature), p = softmax(z), l = log p:
+For logits z (already divided by the temperature, and where a family caps them c · tanh(z / c) before that), p = softmax(z),
+l = log p:
     log-prob of target y        l_y          d/dz_j = [j = y] - p_j
     entropy H = -Σ p_j l_j                   d/dz_j = -p_j (l_j + H)
     collision probability Σ p_j²             on request, without gradient
@@ -49,6 +50,7 @@ class _Options(NamedTuple):
     chunk: int
     with_p2: bool
     top_k: int
+    softcap: float | None
 
 
 class _Head(torch.autograd.Function):
@@ -58,7 +60,7 @@ class _Head(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, ref_hidden, ref_weight, options):
-        split, t, chunk, with_p2, top_k = options
+        split, t, chunk, with_p2, top_k, softcap = options
         count, many = targets.shape
         log_probs = hidden.new_empty(count, many, dtype=torch.float32)
         entropy, log_z, ref_log_z = (hidden.new_empty(count, dtype=torch.float32) for _ in range(3))
@@ -68,8 +70,8 @@ class _Head(torch.autograd.Function):
         top_log_probs = hidden.new_empty(count, top_k, dtype=torch.float32) if top_k else None
         log_rest = torch.empty_like(entropy) if many > 1 or top_k else None
         for rows in _slices(count, chunk):
-            raw = hidden[rows] @ weight.t()
-            ref_raw = None if kl is None else ref_hidden[rows] @ ref_weight.t()
+            raw = _logits(hidden[rows], weight, softcap)
+            ref_raw = None if kl is None else _logits(ref_hidden[rows], ref_weight, softcap)
             top, ref_top = _top(raw, split, t), None if ref_raw is None else _top(ref_raw, split, t)
             if ids is not None:  # before the logits are worked on in place
                 ids[rows], top_log_probs[rows] = _likeliest(raw, split, top_k)
@@ -142,12 +144,15 @@ def _logit_gradients(saved, options: _Options, rows: slice, columns: slice, grad
     hidden, weight, targets, log_z, entropy, ref_hidden, ref_weight, ref_log_z, kl, log_rest = saved
     _, with_entropy, with_kl, with_rest = wanted
     split, t = options.split.within(columns), options.temperature
-    raw = hidden[rows] @ weight[columns].t()
-    ref_raw = ref_hidden[rows] @ ref_weight[columns].t() if with_kl else None
+    softcap = options.softcap
+    raw = _logits(hidden[rows], weight[columns], softcap)
+    ref_raw = _logits(ref_hidden[rows], ref_weight[columns], softcap) if with_kl else None
     own, here = split.own(targets[rows])
     g, g_entropy, g_kl, g_rest = (None if x is None else x[rows] for x in grads)
     raw[:, split.real :] = 0  # no gradient reaches the padding of the vocabulary
     for part in _blocks(raw[:, : split.real]):
+        # Of the capped logits by the uncapped ones; first, for in float32 the logits are worked on in place.
+        slope = None if softcap is None else 1.0 - (raw[part, : split.real].float() / softcap).square()
         log_p = raw[part, : split.real].float().div_(t).sub_(log_z[rows][part, None])
         p = log_p.exp()
         grad = p * -g[part].sum(dim=1, keepdim=True)
@@ -164,8 +169,16 @@ def _logit_gradients(saved, options: _Options, rows: slice, columns: slice, grad
         if with_entropy:
             grad -= log_p.add_(entropy[rows][part, None]).mul_(p).mul_(g_entropy[part, None])
         grad.scatter_add_(1, own[part], g[part] * here[part])
+        if slope is not None:
+            grad.mul_(slope)
         raw[part, : split.real] = grad.div_(t)
     return raw
+
+
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    """(rows, V/ranks) of some rows, capped where the family does that."""
+    raw = hidden @ weight.t()
+    return raw if softcap is None else raw.div_(softcap).tanh_().mul_(softcap)
 
 
 def _top(raw: torch.Tensor, split: _Split, temperature: float) -> torch.Tensor:
@@ -240,6 +253,7 @@ def token_scores(
     chunk: int = 1024,
     group: dist.ProcessGroup | None = None,
     sum_p2: bool = False,
+    softcap: float | None = None,
 ) -> TokenScores:
     """Log-prob of each target and entropy of its distribution, at `temperature`, differentiable in hidden and weight.
 
@@ -250,6 +264,7 @@ def token_scores(
         targets: (N,) token ids in [0, vocabulary).
         vocabulary: real entries; rows of padding beyond it count for nothing.
         temperature: > 0.
+        softcap: c of logits that are capped, c · tanh(logit / c), before the temperature divides them.
     """
     return divergences(
         hidden,
@@ -260,6 +275,7 @@ def token_scores(
         chunk=chunk,
         group=group,
         sum_p2=sum_p2,
+        softcap=softcap,
     ).scores
 
 
@@ -276,13 +292,14 @@ def divergences(
     reference: tuple[torch.Tensor, torch.Tensor] | None = None,
     at: torch.Tensor | None = None,
     top_k: int = 0,
+    softcap: float | None = None,
 ) -> Divergences:
     """`token_scores`, and from the same pass what compares the distribution with another model's. ValueError where the reference
     has other rows than this model, or `top_k` is more than the vocabulary.
 
     Args:
         reference: its (N, H') states and (V/ranks, H') rows of its output layer, cut as `weight` is: the exact KL to it, which is
-            differentiable in hidden and weight and has no gradient for the reference.
+            differentiable in hidden and weight and has no gradient for the reference. `softcap` is its, too.
         at: (N, K) token ids, in a row each once, whose log-probs and rest are wanted, differentiable.
         top_k: how many of the likeliest tokens are wanted, without gradient.
     """
@@ -305,7 +322,7 @@ def divergences(
         wanted,
         ref_hidden,
         ref_weight,
-        _Options(split, temperature, chunk, sum_p2, top_k),
+        _Options(split, temperature, chunk, sum_p2, top_k, softcap),
     )
     at_log_probs = None if at is None else log_probs[:, 1:]
     return Divergences(TokenScores(log_probs[:, 0], entropy, p2), kl, at_log_probs, ids, top_log_probs, log_rest)

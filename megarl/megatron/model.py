@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.batch.packing import Packed
 from megarl.bridge.head_io import open_checkpoint
@@ -24,13 +26,15 @@ from megarl.bridge.model_map import ModelMap, Parameter
 from megarl.cpu.layers import AttentionPlan
 from megarl.errors import UserError
 from megarl.megatron.experts import RoutedRow
+from megarl.megatron.layer import LatentPolicyConfig, PolicyConfig
+from megarl.megatron.limits import beyond_transformer_engine, uses_transformer_engine
 from megarl.megatron.parallel import Place, device
 from megarl.megatron.precision import PrecisionSettings
 from megarl.megatron.score_head import put_head
-from megarl.megatron.specs import block_spec, uses_transformer_engine
+from megarl.megatron.specs import block_spec
 
 _BIAS = "router.expert_bias"
-_ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu}
+_ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 
 
 @dataclass
@@ -51,13 +55,33 @@ class LocalPackedSeqParams(RowParams):
 class PolicyModel(GPTModel):
     """GPTModel whose last stage answers with hidden states; log-probs are made from them in chunks (`head.py`)."""
 
+    def __init__(self, config: PolicyConfig | LatentPolicyConfig, *args, **kwargs):
+        super().__init__(config, *args, **kwargs)
+        self.window_rotary: RotaryEmbedding | None = None
+        if config.window_rotary_base is not None:
+            self.window_rotary = RotaryEmbedding(
+                config.kv_channels,
+                rotary_percent=self.rotary_percent,
+                rotary_interleaved=config.rotary_interleaved,
+                rotary_base=config.window_rotary_base,
+                use_cpu_initialization=config.use_cpu_initialization,
+                cp_group=self.pg_collection.cp,
+            )
+
     def _preprocess(self, *args, packed_seq_params=None, **kwargs):
-        """Rotary angles by position: the rows of a packed row may start anywhere (shared prompts)."""
-        outputs = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
+        """Embeddings, scaled where the family does that, and rotary angles by position: the rows of a packed row may start
+        anywhere (shared prompts)."""
+        embedded, angles, *rest = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
+        if embedded is not None and self.config.embedding_scale != 1.0:
+            embedded = embedded * embedded.new_tensor(
+                self.config.embedding_scale
+            )  # rounded to the model's dtype, as there
+        if self.window_rotary is not None:  # side by side: each layer takes its own (layer.py)
+            angles = torch.cat([angles, self.window_rotary(len(angles), packed_seq=True)], dim=-1)
         positions = getattr(packed_seq_params, "positions", None)
-        if positions is None or outputs[1] is None:  # latent attention makes its own
-            return outputs
-        return (outputs[0], outputs[1].index_select(0, positions), *outputs[2:])
+        if positions is not None and angles is not None:  # latent attention makes its own
+            angles = angles.index_select(0, positions)
+        return (embedded, angles, *rest)
 
     def _postprocess(self, hidden_states, *_, **__):
         return hidden_states
@@ -78,9 +102,9 @@ class PolicyModel(GPTModel):
         return self.output_layer.weight
 
 
-def packed_params(packed: Packed, dtype: torch.dtype, weights: torch.Tensor | None = None) -> RowParams:
-    """Megatron's description of a packed row. `weights` (samples of the row,): how much each counts in the losses that keep
-    experts in use, for which prompts are not shared; None: these losses are off."""
+def packed_params(packed: Packed, config: TransformerConfig, weights: torch.Tensor | None = None) -> RowParams:
+    """Megatron's description of a packed row for a model of this `config`. `weights` (samples of the row,): how much each counts
+    in the losses that keep experts in use, for which prompts are not shared; None: these losses are off."""
     if packed.piece is not None or uses_transformer_engine():
         # Bounds of whole sequences: Megatron and Transformer Engine know which chunks of each lie on a rank of context parallelism.
         bounds = _bounds(packed)
@@ -100,7 +124,8 @@ def packed_params(packed: Packed, dtype: torch.dtype, weights: torch.Tensor | No
     if uses_transformer_engine():
         return RowParams(**common)
     rows = packed.piece.rows if packed.piece else None
-    plan = AttentionPlan(packed.segments, len(packed.tokens), dtype, device(), rows)
+    window = config.window_size[0] + 1 if config.window_size else None
+    plan = AttentionPlan(packed.segments, len(packed.tokens), config.params_dtype, device(), rows, window)
     return LocalPackedSeqParams(**common, plan=plan, positions=positions)
 
 
@@ -127,7 +152,7 @@ def transformer_config(
     aux_loss: float = 0.0,
     z_loss: float = 0.0,
     precision: PrecisionSettings | None = None,
-) -> TransformerConfig:
+) -> PolicyConfig | LatentPolicyConfig:
     """Megatron's configuration of the model on this layout. `stage_layers`: how many layers each (virtual) stage has, from the
     embedding to the head; None: all alike. `aux_loss`, `z_loss`: coefficients of the losses in `experts.py`. `precision` None:
     `dtype`, and no float8."""
@@ -138,6 +163,8 @@ def transformer_config(
     elif recompute == "selective":
         fields["recompute_granularity"] = "selective"
     on_gpu, engine = torch.cuda.is_available(), uses_transformer_engine()
+    if engine and (beyond := list(beyond_transformer_engine(model_map, place.context_size))):
+        raise UserError(" ".join(beyond))
     if model_map.has_experts:
         fields |= {
             "expert_model_parallel_size": place.expert_size,
@@ -148,7 +175,7 @@ def transformer_config(
         }
         if place.tensor_size > 1 and not sequence:
             raise UserError("tensor parallelism of a model with experts needs sequence parallelism: turn it on.")
-    kind = MLATransformerConfig if model_map.is_latent else TransformerConfig
+    kind = LatentPolicyConfig if model_map.is_latent else PolicyConfig
     return kind(
         **fields,
         use_cpu_initialization=not on_gpu,
@@ -166,11 +193,12 @@ def transformer_config(
         # A loss is divided once, by global denominators: Megatron must neither average over micro-batches nor over ranks.
         calculate_per_token_loss=True,
         masked_softmax_fusion=False,
-        bias_activation_fusion=on_gpu,
+        bias_activation_fusion=on_gpu and fields["activation_func"] is F.silu,
         bias_dropout_fusion=on_gpu,
         gradient_accumulation_fusion=False,
         persist_layer_norm=on_gpu,
-        apply_rope_fusion=engine and not model_map.is_latent,
+        # Over packed rows Megatron does not tell Transformer Engine that pairs are neighbours.
+        apply_rope_fusion=engine and not (model_map.is_latent or fields.get("rotary_interleaved")),
         batch_p2p_sync=False,
     )
 

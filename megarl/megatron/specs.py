@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-
-import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -14,10 +11,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 from megarl.cpu.layers import LocalCoreAttention, LocalNorm
 from megarl.megatron.experts import BalancingRouter, RoutedLayer
 from megarl.megatron.latent import LocalMLASelfAttention
-
-
-def uses_transformer_engine() -> bool:
-    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+from megarl.megatron.layer import PolicyLayer
+from megarl.megatron.limits import uses_transformer_engine
 
 
 def block_spec(config: TransformerConfig, virtual: int | None = None) -> TransformerBlockSubmodules:
@@ -26,14 +21,15 @@ def block_spec(config: TransformerConfig, virtual: int | None = None) -> Transfo
         config, uses_transformer_engine(), normalization=config.normalization, vp_stage=virtual
     )
     local = not uses_transformer_engine()
+    norm = LocalNorm if local else block.layer_norm
     for layer in block.layer_specs:  # as few objects as there are kinds of layers: one may come several times
+        layer.module, layer.params = PolicyLayer, {"post_norm": norm}
         if layer.submodules.mlp.module is MoELayer:
             layer.module = RoutedLayer
             layer.submodules.mlp.submodules.router = BalancingRouter
         if local:
             _localise(config, layer.submodules)
-    if local:
-        block.layer_norm = LocalNorm
+    block.layer_norm = norm
     return block
 
 

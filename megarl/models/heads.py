@@ -33,7 +33,7 @@ def make_tiny_trl(family: str, folder: str | Path, *, prefix: str = "", seed: in
     head = {"v_head.summary.weight": (1, model.dims.hidden), "v_head.summary.bias": (1,)}
     (path / "model.safetensors").unlink()
     with HFWriter(path, body | head, torch.float32) as writer:
-        for name, tensor in random_weights(body | head, seed):
+        for name, tensor in random_weights(body | head, seed, norms=1.0 - model.norm_offset):
             writer.write(name, tensor)
     return path
 
@@ -50,9 +50,10 @@ def _made(family: str, folder: str | Path, head: Head, seed: int) -> Path:
         raise UserError(f"{path} exists already.")
     path.parent.mkdir(parents=True, exist_ok=True)
     source = make_tiny(family, path.parent / f".{path.name}-body", seed)
-    shapes = ModelMap.from_hf(tiny_config(family), head).hf_shapes
+    model = ModelMap.from_hf(tiny_config(family), head)
+    weights = random_weights(model.hf_shapes, seed, norms=1.0 - model.norm_offset)
     try:
-        return save_head_hf(path, random_weights(shapes, seed), source, head, dtype=torch.float32)
+        return save_head_hf(path, weights, source, head, dtype=torch.float32)
     finally:
         for file in source.iterdir():
             file.unlink()

@@ -142,10 +142,11 @@ def make_tiny(family: str, folder: str | Path, seed: int = 0, **overrides: Any) 
     if not 0 <= seed < 2**63:
         raise UserError(f"The seed {seed} must be at least 0 and below 2**63.")
     config = tiny_config(family, **overrides)
-    shapes = ModelMap.from_hf(config).hf_shapes
+    model = ModelMap.from_hf(config)
+    shapes = model.hf_shapes
     with new_folder(Path(folder)) as building:
         with HFWriter(building, shapes, torch.float32) as writer:
-            for name, tensor in random_weights(shapes, seed):
+            for name, tensor in random_weights(shapes, seed, norms=1.0 - model.norm_offset):
                 writer.write(name, tensor)
         # The tokenizer keeps its size: a model may have more rows than its tokenizer has tokens, as Qwen's do.
         write_tokenizer(
@@ -164,8 +165,10 @@ def make_tiny(family: str, folder: str | Path, seed: int = 0, **overrides: Any) 
     return Path(folder)
 
 
-def random_weights(shapes: Mapping[str, tuple[int, ...]], seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Weights of these shapes under which activations and logits stay of order one."""
+def random_weights(
+    shapes: Mapping[str, tuple[int, ...]], seed: int, *, norms: float = 1.0
+) -> Iterator[tuple[str, Tensor]]:
+    """Weights of these shapes under which activations and logits stay of order one; those of norms around `norms`."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -176,4 +179,4 @@ def random_weights(shapes: Mapping[str, tuple[int, ...]], seed: int) -> Iterator
         else:
             # A bias that chooses experts is added to scores of 0.3 to 0.7.
             spread = 0.1 if name.endswith("correction_bias") else 0.3
-            yield name, spread * noise if name.endswith("bias") else 1.0 + 0.2 * noise
+            yield name, spread * noise if name.endswith("bias") else norms + 0.2 * noise

@@ -80,14 +80,15 @@ def numbered(model: ModelMap) -> dict[str, Tensor]:
 
 
 def one_by_one(tensors: dict[str, Tensor], model_type: str) -> dict[str, Tensor]:
-    """What `transformers` writes: a layer's experts, which it holds fused, under names of their own; no rotary frequencies."""
+    """What `transformers` writes: a layer's experts, which it holds fused, under names of their own; not what follows from the
+    config, rotary frequencies and the scale of embeddings."""
     mixtral = model_type == "mixtral"
     names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     result = {}
     for key, tensor in tensors.items():
         name = key.replace(".mlp.", ".block_sparse_moe.") if mixtral else key
         head, fused, kind = name.rpartition(".experts.")
-        if "rotary_emb" in name:
+        if "rotary_emb" in name or name.endswith("embed_scale"):
             continue
         if not fused:
             result[name] = tensor

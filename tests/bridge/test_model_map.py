@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from collections import defaultdict
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ def megatron_tensor(model: ModelMap, name: str, hf: dict[str, Tensor], where: Cu
         q, k, v = (hf[f"{layer}self_attn.{x}_proj.{kind}"] for x in "qkv")
         blocks = [x.reshape(dims.kv_heads, -1, *x.shape[1:]) for x in (q, k, v)]
         return torch.cat(blocks, 1).flatten(0, 1).chunk(tp, 0)[rank]
-    if "mlp" in rest:
+    if "mlp" in rest and rest != "post_mlp_layernorm.weight":
         return mlp_tensor(model, layer, rest, hf, where)
     if model.is_latent and rest in LATENT:
         hf_name, axis = LATENT[rest]
@@ -53,6 +54,8 @@ def megatron_tensor(model: ModelMap, name: str, hf: dict[str, Tensor], where: Cu
         "input_layernorm.weight": "input_layernorm",
         "self_attention.q_layernorm.weight": "self_attn.q_norm",
         "self_attention.k_layernorm.weight": "self_attn.k_norm",
+        "post_self_attn_layernorm.weight": AROUND[model.family][1],
+        "post_mlp_layernorm.weight": AROUND[model.family][2],
     }
     return hf[f"{layer}{norms[rest]}.weight"]
 
@@ -69,10 +72,17 @@ LATENT = {
 }
 
 
+# The norms before the MLP, behind the attention and behind the MLP, where there are any.
+_GEMMA = ("pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm")
+AROUND: dict[str, tuple[str, ...]] = defaultdict(
+    lambda: ("post_attention_layernorm", "none", "none"),
+)
+
+
 def mlp_tensor(model: ModelMap, layer: str, rest: str, hf: dict[str, Tensor], where: Cut) -> Tensor:
     """The norm, the router, an expert, the shared experts or the dense MLP of a layer."""
     if rest == "pre_mlp_layernorm.weight":
-        return hf[f"{layer}post_attention_layernorm.weight"]
+        return hf[f"{layer}{AROUND[model.family][0]}.weight"]
     mixtral = model.family == "mixtral"
     block = f"{layer}{'block_sparse_moe' if mixtral else 'mlp'}."
     if "router" in rest:
@@ -84,6 +94,9 @@ def mlp_tensor(model: ModelMap, layer: str, rest: str, hf: dict[str, Tensor], wh
         rank, size = where.expert_tensor, where.expert_tensor_size
     elif "shared_experts" in rest:
         block += "shared_experts."
+    if "linear_fc1" in rest and model.family.startswith("glm") and not model.has_experts:
+        halves = hf[f"{block}gate_up_proj.weight"].chunk(2)
+        return torch.cat([half.chunk(size, 0)[rank] for half in halves])
     if "linear_fc1" in rest:
         return torch.cat([hf[f"{block}{x}.weight"].chunk(size, 0)[rank] for x in (gate, up)])
     return hf[f"{block}{down}.weight"].chunk(size, 1)[rank]

@@ -83,8 +83,9 @@ def test_a_micro_batch_without_samples_is_padding() -> None:
             assert len(cut(whole, ranks - 1, ranks).tokens) == len(whole.tokens) // ranks
 
 
+@pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_attention_over_pieces_is_attention(ranks: int) -> None:
+def test_attention_over_pieces_is_attention(ranks: int, window: int | None) -> None:
     batch = batch_of(([1] * 30, [2] * 11), ([3], [4]), ([5] * 7, [6] * 20), ([7] * 29, [8] * 9), ([1, 2], [3] * 4))
     whole, pieces = pieces_of(batch, ranks)
     total = len(whole.tokens)
@@ -92,15 +93,15 @@ def test_attention_over_pieces_is_attention(ranks: int) -> None:
     q, k, v = (torch.randn(total, n, SIZE, generator=g, dtype=torch.float64) for n in (6, 2, 2))
     weight = torch.randn(total, 6 * SIZE, generator=g, dtype=torch.float64)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    want = naive(whole.segments, total, *leaves, SIZE**-0.5)
+    want = naive(whole.segments, total, *leaves, SIZE**-0.5, window)
     (want * weight).sum().backward()
 
     from megarl.cpu.layers import AttentionPlan
 
-    core, again = layer(), [x.clone().requires_grad_() for x in (q, k, v)]
+    core, again = layer(window=window), [x.clone().requires_grad_() for x in (q, k, v)]
     for rank, piece in enumerate(pieces):
         own = piece.piece.rows[rank]
-        plan = AttentionPlan(piece.segments, len(own), q.dtype, q.device, piece.piece.rows)
+        plan = AttentionPlan(piece.segments, len(own), q.dtype, q.device, piece.piece.rows, window)
         # On one process, so that keys and values of all ranks are at hand.
         out = core(again[0][own], *again[1:], None, packed_seq_params=SimpleNamespace(plan=plan))
         torch.testing.assert_close(out, want[own].detach(), rtol=1e-5, atol=2e-6)
@@ -147,7 +148,7 @@ def test_transformer_engine_is_told_the_bounds_of_whole_sequences(monkeypatch: p
     batch = batch_of(([1] * 30, [2] * 11), ([3], [4]), ([5] * 7, [6] * 20))
     _, pieces = pieces_of(batch, 2, multiple=3)
     for piece in pieces:
-        params = model.packed_params(piece, torch.bfloat16)
+        params = model.packed_params(piece, SimpleNamespace(params_dtype=torch.bfloat16, window_size=None))
         assert not isinstance(params, model.LocalPackedSeqParams)
         assert params.cu_seqlens_q.tolist() == params.cu_seqlens_kv.tolist() == [0, 40, 44, 72]
         assert params.max_seqlen_q == params.max_seqlen_kv == 40 and len(piece.tokens) == 36

@@ -23,25 +23,31 @@ def inputs(vocabulary: int = V, dtype: torch.dtype = torch.float32) -> tuple[tor
     return hidden.to(dtype), weight.to(dtype), targets, torch.randn(N, generator=g), torch.randn(N, generator=g)
 
 
-def by_autograd(temperature: float, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+def by_autograd(
+    temperature: float, dtype: torch.dtype = torch.float64, softcap: float | None = None
+) -> list[torch.Tensor]:
     """log-probs, entropy, d/d hidden, d/d weight of a random combination of both."""
     hidden, weight, targets, a, b = inputs()
     hidden, weight = (x.to(dtype).requires_grad_() for x in (hidden, weight))
-    log_p = torch.log_softmax(hidden @ weight.t() / temperature, dim=-1)
+    logits = hidden @ weight.t()
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    log_p = torch.log_softmax(logits / temperature, dim=-1)
     log_probs = log_p.gather(1, targets[:, None])[:, 0]
     entropy = -(log_p.exp() * log_p).sum(-1)
     (a @ log_probs.float() + b @ entropy.float()).backward()
     return [log_probs.detach(), entropy.detach(), hidden.grad, weight.grad]
 
 
-def by_head(chunk: int, temperature: float, *, pad: int = 0) -> list[torch.Tensor]:
+def by_head(chunk: int, temperature: float, *, pad: int = 0, softcap: float | None = None) -> list[torch.Tensor]:
     from megarl.megatron.head import token_scores
 
     hidden, weight, targets, a, b = inputs()
     weight = torch.cat([weight, torch.full((pad, H), 100.0)])
     hidden.requires_grad_()
     weight.requires_grad_()
-    scores = token_scores(hidden, weight, targets, vocabulary=V, temperature=temperature, chunk=chunk)
+    options = {"vocabulary": V, "temperature": temperature, "chunk": chunk, "softcap": softcap}
+    scores = token_scores(hidden, weight, targets, **options)
     (a @ scores.log_probs + b @ scores.entropy).backward()
     return [scores.log_probs.detach(), scores.entropy.detach(), hidden.grad, weight.grad]
 
@@ -55,6 +61,14 @@ def assert_close(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
 @pytest.mark.parametrize("chunk", [1, 7, N, 1000])
 def test_against_autograd(chunk: int, temperature: float, weight_rows: int) -> None:
     assert_close(by_head(chunk, temperature), by_autograd(temperature))
+
+
+@pytest.mark.parametrize("softcap", [1.5, 6.0, 30.0])
+def test_capped_logits(softcap: float, weight_rows: int) -> None:
+    """The logits' standard deviation is 3. Padding of the vocabulary, which is capped too, counts for nothing."""
+    got = by_head(7, 0.6, pad=6, softcap=softcap)
+    assert not got[3][V:].any()
+    assert_close([*got[:3], got[3][:V]], by_autograd(0.6, softcap=softcap))
 
 
 def test_padding_of_the_vocabulary_counts_for_nothing(weight_rows: int) -> None:

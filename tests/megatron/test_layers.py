@@ -12,38 +12,42 @@ from megarl.batch.packing import Segment
 SIZE = 8
 
 
-def layer(scale: float | None = None):
-    """A core attention as Megatron builds it, for one tensor-parallel rank."""
+def layer(scale: float | None = None, window: int | None = None, number: int = 1):
+    """A core attention as Megatron builds it, for one tensor-parallel rank; of the first two layers only the first has a window."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from megarl.cpu.layers import LocalCoreAttention
 
-    config = TransformerConfig(
-        num_layers=1, hidden_size=48, num_attention_heads=6, num_query_groups=2, kv_channels=SIZE, attention_dropout=0.0
-    )
+    sizes = {"hidden_size": 48, "num_attention_heads": 6, "num_query_groups": 2, "kv_channels": SIZE}
+    windows = {"window_size": (window - 1, 0), "window_attn_skip_freq": [1, 0]} if window else {}
+    config = TransformerConfig(num_layers=2, attention_dropout=0.0, **sizes, **windows)
     alone = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1), cp=None)
-    return LocalCoreAttention(config, 1, None, None, softmax_scale=scale, pg_collection=alone)
+    return LocalCoreAttention(config, number, None, None, softmax_scale=scale, pg_collection=alone)
 
 
-def attend(core, segments: list[Segment], tokens: int, q, k, v):
+def attend(core, segments: list[Segment], tokens: int, q, k, v, window: int | None = None):
     import megarl.megatron  # noqa: F401  (re-targets megatron.core)
     from megarl.cpu.layers import AttentionPlan
 
-    plan = AttentionPlan(segments, tokens, q.dtype, q.device)
+    plan = AttentionPlan(segments, tokens, q.dtype, q.device, window=window)
     return core(q, k, v, None, packed_seq_params=SimpleNamespace(plan=plan))
 
 
-def naive(segments: list[Segment], tokens: int, q, k, v, scale: float):
-    """(T, heads · size): one query and one head at a time."""
+def naive(
+    segments: list[Segment], tokens: int, q, k, v, scale: float, window: int | None = None, softcap: float | None = None
+):
+    """(T, heads · size): one query and one head at a time; each sees the last `window` rows of its sequence."""
     out = [torch.zeros(q.shape[1] * SIZE, dtype=q.dtype) for _ in range(tokens)]
     share = q.shape[1] // k.shape[1]
     for s in segments:
         prefix = list(range(s.prefix[0], sum(s.prefix))) if s.prefix else []
         for row in range(s.start, s.start + s.length):
-            rows = [*prefix, *range(s.start, row + 1)]
+            rows = [*prefix, *range(s.start, row + 1)][-(window or tokens) :]
             heads = []
             for head in range(q.shape[1]):
-                weights = torch.softmax(k[rows, head // share] @ q[row, head] * scale, dim=0)
+                scores = k[rows, head // share] @ q[row, head] * scale
+                scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+                weights = torch.softmax(scores, dim=0)
                 heads.append(weights @ v[rows, head // share])
             out[row] = torch.cat(heads)
     return torch.stack(out)
@@ -98,6 +102,54 @@ def test_attention_is_what_it_says(name: str, heads: int, groups: int, scale: fl
         torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("window", [1, 6, 20])
+@pytest.mark.parametrize("name", CASES)
+def test_a_window_is_the_last_rows_of_the_sequence(
+    name: str, window: int, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of prefix and segment together, with scores made explicitly and in torch's kernel; the second layer has no window."""
+    from megarl.cpu import layers
+
+    segments, tokens = CASES[name]
+    g = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(tokens, n, SIZE, generator=g, dtype=torch.float64) for n in (6, 2, 2))
+    weight = torch.randn(tokens, 6 * SIZE, generator=g, dtype=torch.float64)
+    results = []
+    for most in (1 << 24, 0, None):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        if most is None:
+            out = naive(segments, tokens, *leaves, SIZE**-0.5, window if number == 1 else None)
+        else:
+            monkeypatch.setattr(layers, "_EXPLICIT_SCORES", most)
+            out = attend(layer(None, window, number), segments, tokens, *leaves, window)
+        (out * weight).sum().backward()
+        results.append([out.detach(), *(x.grad for x in leaves)])
+    for want, *got in zip(results[-1], *results[:-1], strict=True):
+        for tensor in got:
+            torch.testing.assert_close(tensor, want, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("most", [1 << 24, 0])
+def test_capped_scores(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a window too, and however many scores there are: torch's kernel does not know caps."""
+    from megarl.cpu import layers
+
+    monkeypatch.setattr(layers, "_EXPLICIT_SCORES", most)
+    g = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(54, n, SIZE, generator=g, dtype=torch.float64) for n in (6, 2, 2))
+    results = []
+    for own in (True, False):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        core = layer(None, 6)
+        core.softcap = 0.7
+        out = attend(core, SHARED, 54, *leaves, 6) if own else naive(SHARED, 54, *leaves, SIZE**-0.5, 6, 0.7)
+        out.square().sum().backward()
+        results.append([out.detach(), *(x.grad for x in leaves)])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-6)
+
+
 def test_rows_of_no_segment_are_zero_and_get_no_gradient() -> None:
     q, k, v = (torch.randn(20, n, SIZE, requires_grad=True) for n in (6, 2, 2))
     out = attend(layer(), [Segment(0, 12), Segment(12, 4, (0, 12))], 20, q, k, v)
@@ -107,12 +159,23 @@ def test_rows_of_no_segment_are_zero_and_get_no_gradient() -> None:
         assert not x.grad[16:].any() and x.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("centred", [True, False])
 @pytest.mark.parametrize("sequence", [True, False])
-def test_a_norm_carries_the_mark_of_sequence_parallelism(sequence: bool) -> None:
+def test_a_norm_carries_the_mark_of_sequence_parallelism(sequence: bool, centred: bool) -> None:
     from megarl.cpu.layers import LocalNorm
 
-    config = SimpleNamespace(normalization="RMSNorm", params_dtype=torch.bfloat16, sequence_parallel=sequence)
+    config = SimpleNamespace(
+        normalization="RMSNorm",
+        params_dtype=torch.bfloat16,
+        sequence_parallel=sequence,
+        layernorm_zero_centered_gamma=centred,
+    )
     norm = LocalNorm(config, 12, eps=1e-3)
     assert isinstance(norm, torch.nn.RMSNorm) and norm.eps == 1e-3
     (weight,) = norm.parameters()
     assert weight.sequence_parallel is sequence and weight.dtype == torch.bfloat16 and weight.shape == (12,)
+    x = torch.randn(5, 12).bfloat16()
+    weight.data.normal_(generator=torch.Generator().manual_seed(0))
+    exact = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-3).rsqrt() * (centred + weight.double())
+    # One rounding at the end; torch's own norm multiplies by the weight in bfloat16.
+    torch.testing.assert_close(norm(x).double(), exact, rtol=2**-8 if centred else 2**-7, atol=1e-6)
