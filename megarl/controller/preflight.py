@@ -284,19 +284,34 @@ def _recording(cfg: Config, model: ModelMap) -> Iterator[str]:
     yield from (f"rollout.replay={replay}: {fault}" for fault in faults)
 
 
+# Model types that the rollout engine samples and takes weights of, as tests have seen it do.
+SAMPLED = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+
+
 def _sampled(cfg: Config, model: ModelMap) -> Iterator[str]:
     """Models that the trainer can compute and the rollout engine cannot sample."""
     said = f"model.path={cfg.model.path}: a model of type {model.family}"
     if model.is_latent:
         yield (
             f"{said} has latent attention, which the rollout engine cannot be given weights of yet; name a model of the families "
-            "Llama, Qwen2, Qwen3, Qwen3-MoE or Mixtral"
+            "Llama, Qwen2, Qwen3, Qwen3-MoE, Mistral or Mixtral"
+        )
+    elif model.family not in SAMPLED:
+        yield (
+            f"{said} cannot be sampled by the rollout engine yet; name a model of the families Llama, Qwen2, Qwen3, Qwen3-MoE, "
+            "Mistral or Mixtral"
         )
     dims = model.dims
     if model.family == "mixtral" and dims.head_dim * dims.heads != dims.hidden:
         yield (
             f"{said} has heads of {dims.head_dim}, and SGLang samples it only with hidden_size / num_attention_heads = "
             f"{dims.hidden / dims.heads:g}"
+        )
+    new = max(cfg.rollout.max_new_tokens, cfg.evaluation.max_new_tokens or 0)
+    if model.family == "mistral" and model.window is not None and cfg.data.max_prompt_tokens + new > model.window:
+        yield (
+            f"{said} attends to the last {model.window} tokens only (sliding_window), which SGLang does not do for it; set "
+            f"data.max_prompt_tokens and max_new_tokens so that both together are {model.window} at most"
         )
 
 

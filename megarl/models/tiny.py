@@ -110,6 +110,15 @@ _MIXTRAL = {
     "num_local_experts": 10,
     "num_experts_per_tok": 2,
 }
+# A window shorter than most test sequences.
+_MISTRAL = {
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "head_dim": 20,
+    "hidden_size": 76,
+    "intermediate_size": 124,
+    "sliding_window": 7,
+}
 
 RECIPES: dict[str, dict[str, Any]] = {
     "llama": {**_LLAMA, "hidden_size": 72, "intermediate_size": 120, "head_dim": 16, "tie_word_embeddings": False},
@@ -120,6 +129,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "deepseek": {**_DEEPSEEK, "tie_word_embeddings": False},
     "deepseek-v2": {**_DEEPSEEK_V2, "tie_word_embeddings": False},
     "mixtral": {**_MIXTRAL, "tie_word_embeddings": False},
+    "mistral": {**_MISTRAL, "tie_word_embeddings": False},
 }
 
 

@@ -39,6 +39,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek": tiny_config("deepseek"),
     "deepseek-one-step": tiny_config("deepseek", q_lora_rank=None, first_k_dense_replace=3, n_shared_experts=1),
     "deepseek-v2": tiny_config("deepseek-v2"),
+    "mistral": tiny_config("mistral"),
 }
 
 

@@ -15,6 +15,7 @@ from tests.bridge.cases import CONFIGS
 from tests.bridge.full_size import (
     DEEPSEEK_V2_LITE,
     DEEPSEEK_V3,
+    MISTRAL_7B,
     MIXTRAL_8X7B,
     QWEN3_30B,
     QWEN3_235B,
@@ -34,6 +35,7 @@ FULL = {
     "Qwen3-30B, TP4 EP8": (QWEN3_30B, Cut(tensor_size=4, expert_size=8), 30_532_122_624),
     "Mixtral-8x7B, TP8 EP8": (MIXTRAL_8X7B, Cut(tensor_size=8, expert_size=8), 46_702_792_704),
     "DeepSeek-V2-Lite, TP4 EP16": (DEEPSEEK_V2_LITE, Cut(tensor_size=4, expert_size=16), 15_706_484_224),
+    "Mistral-7B, TP8": (MISTRAL_7B, Cut(tensor_size=8), 7_241_732_096),
 }
 
 
@@ -136,6 +138,7 @@ WRITTEN = {
     "qwen3-moe": "Qwen3Moe",
     "deepseek": "DeepseekV3",
     "deepseek-v2": "DeepseekV2",
+    "mistral": "Mistral",
 }
 
 

@@ -158,7 +158,7 @@ def test_the_checkpoint_is_what_transformers_builds(family: str) -> None:
 
 @pytest.mark.parametrize(
     ("family", "name"),
-    [("llama", "Llama"), ("qwen2", "Qwen2"), ("qwen3", "Qwen3"), ("mixtral", "Mixtral")],
+    [("llama", "Llama"), ("qwen2", "Qwen2"), ("qwen3", "Qwen3"), ("mixtral", "Mixtral"), ("mistral", "Mistral")],
 )
 def test_every_field_that_transformers_writes_is_understood(family: str, name: str) -> None:
     import transformers
@@ -206,6 +206,11 @@ def test_rope_scaling_that_megatron_can_do_is_passed_on() -> None:
         ("qwen3", "final_logit_softcapping", 30.0),
         ("qwen3", "hidden_size", "80"),
         ("qwen3", "num_key_value_heads", 4),
+        ("mistral", "sliding_window", 0),
+        ("mistral", "sliding_window", "4096"),
+        ("mistral", "layer_types", ["full_attention"] * 4),
+        ("mistral", "use_sliding_window", True),
+        ("mistral", "attention_bias", True),
     ],
 )
 def test_what_is_not_understood_is_refused_by_name(family: str, field: str, value: object) -> None:
@@ -380,7 +385,7 @@ def test_a_new_family_is_one_new_file(tmp_path, monkeypatch: pytest.MonkeyPatch)
     model.prove(2)
     assert model.family == "toy"
     assert model.parameter("decoder.layers.3.self_attention.linear_proj.weight").hf_names == ("h.3.out",)
-    assert len(known_families()) == 8
+    assert len(known_families()) == 9
 
 
 def test_a_map_is_made_without_loading_torch() -> None:

@@ -217,6 +217,10 @@ CASES = {
         "model.path=tiny-deepseek",
         said="model.path=tiny-deepseek: a model of type deepseek_v3 has latent attention, which the rollout engine cannot",
     ),
+    "a window that SGLang does not have": bad(
+        "model.path=tiny-mistral",
+        said="model.path=tiny-mistral: a model of type mistral attends to the last 7 tokens only (sliding_window), which",
+    ),
     "heads that SGLang does not know": bad(
         "model.path=tiny-mixtral",
         said="model.path=tiny-mixtral: a model of type mixtral has heads of 16, and SGLang samples it only with",
