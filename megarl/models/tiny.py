@@ -119,6 +119,27 @@ _MISTRAL = {
     "intermediate_size": 124,
     "sliding_window": 7,
 }
+# Half of each head is turned by position.
+_GLM4_MOE = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "head_dim": 20,
+    "partial_rotary_factor": 0.5,
+    "hidden_size": 92,
+    "intermediate_size": 108,
+    "moe_intermediate_size": 36,
+    "n_routed_experts": 14,
+    "num_experts_per_tok": 4,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.6,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "num_nextn_predict_layers": 0,
+}
 
 RECIPES: dict[str, dict[str, Any]] = {
     "llama": {**_LLAMA, "hidden_size": 72, "intermediate_size": 120, "head_dim": 16, "tie_word_embeddings": False},
@@ -130,6 +151,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "deepseek-v2": {**_DEEPSEEK_V2, "tie_word_embeddings": False},
     "mixtral": {**_MIXTRAL, "tie_word_embeddings": False},
     "mistral": {**_MISTRAL, "tie_word_embeddings": False},
+    "glm4-moe": {**_GLM4_MOE, "tie_word_embeddings": False},
 }
 
 

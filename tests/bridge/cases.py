@@ -40,6 +40,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek-one-step": tiny_config("deepseek", q_lora_rank=None, first_k_dense_replace=3, n_shared_experts=1),
     "deepseek-v2": tiny_config("deepseek-v2"),
     "mistral": tiny_config("mistral"),
+    "glm4-moe": tiny_config("glm4-moe"),
+    "glm4-moe-plain": tiny_config("glm4-moe", attention_bias=False, use_qk_norm=False, n_shared_experts=1),
 }
 
 

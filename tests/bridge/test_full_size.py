@@ -15,6 +15,7 @@ from tests.bridge.cases import CONFIGS
 from tests.bridge.full_size import (
     DEEPSEEK_V2_LITE,
     DEEPSEEK_V3,
+    GLM_4_5,
     MISTRAL_7B,
     MIXTRAL_8X7B,
     QWEN3_30B,
@@ -35,6 +36,7 @@ FULL = {
     "Qwen3-30B, TP4 EP8": (QWEN3_30B, Cut(tensor_size=4, expert_size=8), 30_532_122_624),
     "Mixtral-8x7B, TP8 EP8": (MIXTRAL_8X7B, Cut(tensor_size=8, expert_size=8), 46_702_792_704),
     "DeepSeek-V2-Lite, TP4 EP16": (DEEPSEEK_V2_LITE, Cut(tensor_size=4, expert_size=16), 15_706_484_224),
+    "GLM-4.5, TP8 EP32": (GLM_4_5, Cut(tensor_size=8, expert_size=32), 352_797_829_024),
     "Mistral-7B, TP8": (MISTRAL_7B, Cut(tensor_size=8), 7_241_732_096),
 }
 
@@ -122,6 +124,13 @@ def test_pipeline_stages_part_the_layers_of_a_published_model(config: dict[str, 
         ("deepseek", "rope_scaling", {"type": "linear", "factor": 4.0}),
         ("deepseek-v2", "topk_method", "group_limited_greedy"),
         ("deepseek-v2", "mlp_bias", True),
+        ("glm4-moe", "num_nextn_predict_layers", 1),
+        ("glm4-moe", "norm_topk_prob", False),
+        ("glm4-moe", "num_experts_per_tok", 1),
+        ("glm4-moe", "first_k_dense_replace", 4),
+        ("glm4-moe", "n_shared_experts", 0),
+        ("glm4-moe", "partial_rotary_factor", 1.5),
+        ("glm4-moe", "scoring_func", "sigmoid"),
     ],
 )
 def test_what_megatron_cannot_say_is_refused_by_name(family: str, field: str, value: object) -> None:
@@ -139,6 +148,7 @@ WRITTEN = {
     "deepseek": "DeepseekV3",
     "deepseek-v2": "DeepseekV2",
     "mistral": "Mistral",
+    "glm4-moe": "Glm4Moe",
 }
 
 

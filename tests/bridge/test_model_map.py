@@ -385,7 +385,7 @@ def test_a_new_family_is_one_new_file(tmp_path, monkeypatch: pytest.MonkeyPatch)
     model.prove(2)
     assert model.family == "toy"
     assert model.parameter("decoder.layers.3.self_attention.linear_proj.weight").hf_names == ("h.3.out",)
-    assert len(known_families()) == 9
+    assert len(known_families()) == 10
 
 
 def test_a_map_is_made_without_loading_torch() -> None:
