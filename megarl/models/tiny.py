@@ -140,6 +140,16 @@ _GLM4_MOE = {
     "norm_topk_prob": True,
     "num_nextn_predict_layers": 0,
 }
+# Half of each head is turned by position, gate and up are one tensor.
+_GLM4 = {
+    "architectures": ["Glm4ForCausalLM"],
+    "model_type": "glm4",
+    "attention_bias": True,
+    "head_dim": 28,
+    "partial_rotary_factor": 0.5,
+    "hidden_size": 84,
+    "intermediate_size": 132,
+}
 
 RECIPES: dict[str, dict[str, Any]] = {
     "llama": {**_LLAMA, "hidden_size": 72, "intermediate_size": 120, "head_dim": 16, "tie_word_embeddings": False},
@@ -152,6 +162,8 @@ RECIPES: dict[str, dict[str, Any]] = {
     "mixtral": {**_MIXTRAL, "tie_word_embeddings": False},
     "mistral": {**_MISTRAL, "tie_word_embeddings": False},
     "glm4-moe": {**_GLM4_MOE, "tie_word_embeddings": False},
+    "glm": {**_GLM4, "architectures": ["GlmForCausalLM"], "model_type": "glm", "tie_word_embeddings": False},
+    "glm4": {**_GLM4, "tie_word_embeddings": False},
 }
 
 

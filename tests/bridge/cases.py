@@ -42,6 +42,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mistral": tiny_config("mistral"),
     "glm4-moe": tiny_config("glm4-moe"),
     "glm4-moe-plain": tiny_config("glm4-moe", attention_bias=False, use_qk_norm=False, n_shared_experts=1),
+    "glm": tiny_config("glm", attention_bias=False),
+    "glm4": tiny_config("glm4"),
+    "glm4-wide": tiny_config("glm4", **WIDE),
 }
 
 

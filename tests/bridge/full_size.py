@@ -197,3 +197,22 @@ MISTRAL_7B: dict[str, Any] = {
     "tie_word_embeddings": False,
     "vocab_size": 32000,
 }
+GLM_4_9B: dict[str, Any] = {
+    "architectures": ["Glm4ForCausalLM"],
+    "model_type": "glm4",
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 13696,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 151552,
+}

@@ -16,6 +16,7 @@ from tests.bridge.full_size import (
     DEEPSEEK_V2_LITE,
     DEEPSEEK_V3,
     GLM_4_5,
+    GLM_4_9B,
     MISTRAL_7B,
     MIXTRAL_8X7B,
     QWEN3_30B,
@@ -37,6 +38,7 @@ FULL = {
     "Mixtral-8x7B, TP8 EP8": (MIXTRAL_8X7B, Cut(tensor_size=8, expert_size=8), 46_702_792_704),
     "DeepSeek-V2-Lite, TP4 EP16": (DEEPSEEK_V2_LITE, Cut(tensor_size=4, expert_size=16), 15_706_484_224),
     "GLM-4.5, TP8 EP32": (GLM_4_5, Cut(tensor_size=8, expert_size=32), 352_797_829_024),
+    "GLM-4-9B, TP2": (GLM_4_9B, Cut(tensor_size=2), 9_400_279_040),
     "Mistral-7B, TP8": (MISTRAL_7B, Cut(tensor_size=8), 7_241_732_096),
 }
 
@@ -149,6 +151,8 @@ WRITTEN = {
     "deepseek-v2": "DeepseekV2",
     "mistral": "Mistral",
     "glm4-moe": "Glm4Moe",
+    "glm": "Glm",
+    "glm4": "Glm4",
 }
 
 

@@ -76,6 +76,7 @@ LATENT = {
 _GEMMA = ("pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm")
 AROUND: dict[str, tuple[str, ...]] = defaultdict(
     lambda: ("post_attention_layernorm", "none", "none"),
+    glm4=("post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm"),
 )
 
 
@@ -206,6 +207,9 @@ def test_rope_scaling_that_megatron_can_do_is_passed_on() -> None:
         ("qwen3", "final_logit_softcapping", 30.0),
         ("qwen3", "hidden_size", "80"),
         ("qwen3", "num_key_value_heads", 4),
+        ("glm4", "partial_rotary_factor", 0),
+        ("glm4", "hidden_act", "gelu"),
+        ("glm4", "sliding_window", 4096),
         ("mistral", "sliding_window", 0),
         ("mistral", "sliding_window", "4096"),
         ("mistral", "layer_types", ["full_attention"] * 4),
@@ -385,7 +389,7 @@ def test_a_new_family_is_one_new_file(tmp_path, monkeypatch: pytest.MonkeyPatch)
     model.prove(2)
     assert model.family == "toy"
     assert model.parameter("decoder.layers.3.self_attention.linear_proj.weight").hf_names == ("h.3.out",)
-    assert len(known_families()) == 10
+    assert len(known_families()) == 12
 
 
 def test_a_map_is_made_without_loading_torch() -> None:

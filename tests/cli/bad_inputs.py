@@ -217,6 +217,10 @@ CASES = {
         "model.path=tiny-deepseek",
         said="model.path=tiny-deepseek: a model of type deepseek_v3 has latent attention, which the rollout engine cannot",
     ),
+    "a family that no engine is given": bad(
+        "model.path=tiny-glm4",
+        said="model.path=tiny-glm4: a model of type glm4 cannot be sampled by the rollout engine yet; name a model of the",
+    ),
     "a window that SGLang does not have": bad(
         "model.path=tiny-mistral",
         said="model.path=tiny-mistral: a model of type mistral attends to the last 7 tokens only (sliding_window), which",
