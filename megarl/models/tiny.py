@@ -150,6 +150,21 @@ _GLM4 = {
     "hidden_size": 84,
     "intermediate_size": 132,
 }
+# Windows shorter than most test sequences, caps that most scores and logits feel. Layers 1 and 3 have a window.
+_GEMMA2 = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "model_type": "gemma2",
+    "attention_bias": False,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "head_dim": 22,
+    "hidden_size": 78,
+    "intermediate_size": 118,
+    "query_pre_attn_scalar": 17,
+    "sliding_window": 7,
+    "attn_logit_softcapping": 2.5,
+    "final_logit_softcapping": 4.0,
+}
 
 RECIPES: dict[str, dict[str, Any]] = {
     "llama": {**_LLAMA, "hidden_size": 72, "intermediate_size": 120, "head_dim": 16, "tie_word_embeddings": False},
@@ -164,6 +179,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "glm4-moe": {**_GLM4_MOE, "tie_word_embeddings": False},
     "glm": {**_GLM4, "architectures": ["GlmForCausalLM"], "model_type": "glm", "tie_word_embeddings": False},
     "glm4": {**_GLM4, "tie_word_embeddings": False},
+    "gemma2": {**_GEMMA2, "tie_word_embeddings": True},
 }
 
 

@@ -45,6 +45,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "glm": tiny_config("glm", attention_bias=False),
     "glm4": tiny_config("glm4"),
     "glm4-wide": tiny_config("glm4", **WIDE),
+    "gemma2": tiny_config("gemma2"),
+    "gemma2-untied": tiny_config("gemma2", tie_word_embeddings=False),
 }
 
 

@@ -15,6 +15,7 @@ from tests.bridge.cases import CONFIGS
 from tests.bridge.full_size import (
     DEEPSEEK_V2_LITE,
     DEEPSEEK_V3,
+    GEMMA_2_27B,
     GLM_4_5,
     GLM_4_9B,
     MISTRAL_7B,
@@ -39,6 +40,7 @@ FULL = {
     "DeepSeek-V2-Lite, TP4 EP16": (DEEPSEEK_V2_LITE, Cut(tensor_size=4, expert_size=16), 15_706_484_224),
     "GLM-4.5, TP8 EP32": (GLM_4_5, Cut(tensor_size=8, expert_size=32), 352_797_829_024),
     "GLM-4-9B, TP2": (GLM_4_9B, Cut(tensor_size=2), 9_400_279_040),
+    "Gemma-2-27B, TP8": (GEMMA_2_27B, Cut(tensor_size=8), 27_227_128_320),
     "Mistral-7B, TP8": (MISTRAL_7B, Cut(tensor_size=8), 7_241_732_096),
 }
 
@@ -153,6 +155,7 @@ WRITTEN = {
     "glm4-moe": "Glm4Moe",
     "glm": "Glm",
     "glm4": "Glm4",
+    "gemma2": "Gemma2",
 }
 
 

@@ -77,6 +77,7 @@ _GEMMA = ("pre_feedforward_layernorm", "post_attention_layernorm", "post_feedfor
 AROUND: dict[str, tuple[str, ...]] = defaultdict(
     lambda: ("post_attention_layernorm", "none", "none"),
     glm4=("post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm"),
+    gemma2=_GEMMA,
 )
 
 
@@ -210,6 +211,16 @@ def test_rope_scaling_that_megatron_can_do_is_passed_on() -> None:
         ("glm4", "partial_rotary_factor", 0),
         ("glm4", "hidden_act", "gelu"),
         ("glm4", "sliding_window", 4096),
+        ("gemma2", "hidden_activation", "gelu"),
+        ("gemma2", "attention_bias", True),
+        ("gemma2", "attn_logit_softcapping", -1.0),
+        ("gemma2", "final_logit_softcapping", "30"),
+        ("gemma2", "query_pre_attn_scalar", None),
+        ("gemma2", "layer_types", ["full_attention"] * 3),
+        ("gemma2", "layer_types", ["chunked_attention"] * 4),
+        ("gemma2", "use_bidirectional_attention", True),
+        ("gemma2", "partial_rotary_factor", 0.5),
+        ("gemma2", "rope_local_base_freq", 1e4),
         ("mistral", "sliding_window", 0),
         ("mistral", "sliding_window", "4096"),
         ("mistral", "layer_types", ["full_attention"] * 4),
@@ -389,7 +400,7 @@ def test_a_new_family_is_one_new_file(tmp_path, monkeypatch: pytest.MonkeyPatch)
     model.prove(2)
     assert model.family == "toy"
     assert model.parameter("decoder.layers.3.self_attention.linear_proj.weight").hf_names == ("h.3.out",)
-    assert len(known_families()) == 12
+    assert len(known_families()) == 13
 
 
 def test_a_map_is_made_without_loading_torch() -> None:
