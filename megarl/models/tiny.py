@@ -165,6 +165,23 @@ _GEMMA2 = {
     "attn_logit_softcapping": 2.5,
     "final_logit_softcapping": 4.0,
 }
+# All layers but the third have a window.
+_GEMMA3 = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "attention_bias": False,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "head_dim": 26,
+    "hidden_size": 90,
+    "intermediate_size": 126,
+    "query_pre_attn_scalar": 21,
+    "sliding_window": 6,
+    "sliding_window_pattern": 3,
+    "rope_theta": 100000.0,
+    "rope_local_base_freq": 1000.0,
+    "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+}
 
 RECIPES: dict[str, dict[str, Any]] = {
     "llama": {**_LLAMA, "hidden_size": 72, "intermediate_size": 120, "head_dim": 16, "tie_word_embeddings": False},
@@ -180,6 +197,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "glm": {**_GLM4, "architectures": ["GlmForCausalLM"], "model_type": "glm", "tie_word_embeddings": False},
     "glm4": {**_GLM4, "tie_word_embeddings": False},
     "gemma2": {**_GEMMA2, "tie_word_embeddings": True},
+    "gemma3": {**_GEMMA3, "tie_word_embeddings": True},
 }
 
 

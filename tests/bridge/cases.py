@@ -47,6 +47,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "glm4-wide": tiny_config("glm4", **WIDE),
     "gemma2": tiny_config("gemma2"),
     "gemma2-untied": tiny_config("gemma2", tie_word_embeddings=False),
+    "gemma3": tiny_config("gemma3"),
 }
 
 

@@ -239,3 +239,26 @@ GEMMA_2_27B: dict[str, Any] = {
     "sliding_window": 4096,
     "vocab_size": 256000,
 }
+# The part of it that reads text, by itself.
+GEMMA_3_27B: dict[str, Any] = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "head_dim": 128,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 5376,
+    "intermediate_size": 21504,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 62,
+    "num_key_value_heads": 16,
+    "query_pre_attn_scalar": 168,
+    "rms_norm_eps": 1e-6,
+    "rope_local_base_freq": 10000.0,
+    "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    "rope_theta": 1000000.0,
+    "sliding_window": 1024,
+    "sliding_window_pattern": 6,
+    "vocab_size": 262208,
+}

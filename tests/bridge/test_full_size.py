@@ -16,6 +16,7 @@ from tests.bridge.full_size import (
     DEEPSEEK_V2_LITE,
     DEEPSEEK_V3,
     GEMMA_2_27B,
+    GEMMA_3_27B,
     GLM_4_5,
     GLM_4_9B,
     MISTRAL_7B,
@@ -41,6 +42,7 @@ FULL = {
     "GLM-4.5, TP8 EP32": (GLM_4_5, Cut(tensor_size=8, expert_size=32), 352_797_829_024),
     "GLM-4-9B, TP2": (GLM_4_9B, Cut(tensor_size=2), 9_400_279_040),
     "Gemma-2-27B, TP8": (GEMMA_2_27B, Cut(tensor_size=8), 27_227_128_320),
+    "Gemma-3-27B, TP16": (GEMMA_3_27B, Cut(tensor_size=16), 27_009_346_304),
     "Mistral-7B, TP8": (MISTRAL_7B, Cut(tensor_size=8), 7_241_732_096),
 }
 
@@ -156,6 +158,7 @@ WRITTEN = {
     "glm": "Glm",
     "glm4": "Glm4",
     "gemma2": "Gemma2",
+    "gemma3": "Gemma3Text",
 }
 
 

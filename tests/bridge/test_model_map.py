@@ -78,6 +78,7 @@ AROUND: dict[str, tuple[str, ...]] = defaultdict(
     lambda: ("post_attention_layernorm", "none", "none"),
     glm4=("post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm"),
     gemma2=_GEMMA,
+    gemma3_text=_GEMMA,
 )
 
 
@@ -221,6 +222,15 @@ def test_rope_scaling_that_megatron_can_do_is_passed_on() -> None:
         ("gemma2", "use_bidirectional_attention", True),
         ("gemma2", "partial_rotary_factor", 0.5),
         ("gemma2", "rope_local_base_freq", 1e4),
+        ("gemma3", "attn_logit_softcapping", 50.0),
+        ("gemma3", "sliding_window_pattern", 0),
+        ("gemma3", "sliding_window", None),
+        ("gemma3", "layer_types", [["full_attention"]] * 4),
+        ("gemma3", "rope_local_base_freq", 0),
+        ("gemma3", "rope_parameters", {"rope_type": "default", "rope_theta": 1e6}),
+        ("gemma3", "rope_parameters", {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}),
+        ("gemma3", "use_bidirectional_attention", True),
+        ("gemma3", "vision_config", {}),
         ("mistral", "sliding_window", 0),
         ("mistral", "sliding_window", "4096"),
         ("mistral", "layer_types", ["full_attention"] * 4),
@@ -400,7 +410,7 @@ def test_a_new_family_is_one_new_file(tmp_path, monkeypatch: pytest.MonkeyPatch)
     model.prove(2)
     assert model.family == "toy"
     assert model.parameter("decoder.layers.3.self_attention.linear_proj.weight").hf_names == ("h.3.out",)
-    assert len(known_families()) == 13
+    assert len(known_families()) == 14
 
 
 def test_a_map_is_made_without_loading_torch() -> None:

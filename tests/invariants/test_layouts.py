@@ -29,7 +29,7 @@ from tests.megatron.layouts import (
 )
 
 # Each with the one layout of it that is in the short form; all layouts of these families would add nothing but time.
-LATER = {"mistral": "cp2", "glm": "one rank", "glm4": "tp2 sp", "gemma2": "small micro-batches"}
+LATER = {"mistral": "cp2", "glm": "one rank", "glm4": "tp2 sp", "gemma2": "small micro-batches", "gemma3": "cp2"}
 FAMILIES = ("llama", "qwen2", "qwen2-untied", "qwen3", *LATER)
 LAYOUTS = {
     "one rank": Layout(),
