@@ -303,8 +303,8 @@ class LocalCoreAttention(MegatronModule):
 
 
 def _explicit_attention(q, k, v, mask, scale: float, softcap: float | None) -> torch.Tensor:
-    """Attention as it is written in the paper; q (B, heads, L, D), k (B, groups, S, D), v likewise; mask None: causal. With a softcap c
-    scores s become c · tanh(s / c) (arXiv:2408.00118, sec. 2), which torch's kernel does not know."""
+    """Attention as it is written in the paper; q (B, heads, L, D), k (B, groups, S, D), v likewise; mask None: causal. With a
+    softcap c scores s become c · tanh(s / c) (arXiv:2408.00118, sec. 2), which torch's kernel does not know."""
     if mask is None:
         mask = torch.full((q.shape[2], k.shape[2]), float("-inf"), dtype=q.dtype, device=q.device).triu_(1)
     return _ExplicitAttention.apply(q, k, v, mask, scale, softcap)
