@@ -26,6 +26,7 @@ from typing import Any
 from megarl import cli
 from megarl.controller.cluster import environment
 
+_TORCHRUN = ("TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_")
 _LOOK = 0.5  # seconds between two looks at what others said
 _PATIENCE = 60.0  # seconds that a node of Ray may take to answer, and that others may take to hear of the end
 
@@ -39,8 +40,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     from torch.distributed import rendezvous
 
+    master = os.environ["MASTER_ADDR"]
     store, rank, world = next(iter(rendezvous("env://", timeout=timedelta(seconds=600))))
-    return _lead(store, world, arguments) if rank == 0 else _follow(store, rank)
+    for name in [name for name in os.environ if name.startswith(_TORCHRUN)]:
+        del os.environ[
+            name
+        ]  # the trainer's ranks, which inherit what is left, are other processes with numbers of their own
+    return _lead(store, world, master, arguments) if rank == 0 else _follow(store, rank)
 
 
 def _problem(given: Mapping[str, str], arguments: Sequence[str]) -> str | None:
@@ -55,10 +61,10 @@ def _problem(given: Mapping[str, str], arguments: Sequence[str]) -> str | None:
     return None
 
 
-def _lead(store: Any, world: int, arguments: list[str]) -> int:
+def _lead(store: Any, world: int, master: str, arguments: list[str]) -> int:
     code = 1
     try:
-        address = _own_address()
+        address = socket.gethostbyname(master)
         port = _free_port(address)
         _know(token := secrets.token_hex(32))
         head = ["--head", f"--port={port}", f"--node-ip-address={address}", "--include-dashboard=false"]
@@ -141,11 +147,6 @@ def _until(condition: Any, node: subprocess.Popen, what: str) -> None:
         if node.poll() is not None or time.monotonic() > end:
             raise SystemExit(f"megarl: {what}")
         time.sleep(_LOOK)
-
-
-def _own_address() -> str:
-    """Of the first machine, as torchrun names it."""
-    return socket.gethostbyname(os.environ["MASTER_ADDR"])
 
 
 def _address_towards(other: str) -> str:
