@@ -8,6 +8,7 @@ waits for all nodes (`cluster.nodes`); the others stay until it has ended. All e
 
 from __future__ import annotations
 
+import ctypes
 import os
 import secrets
 import shutil
@@ -62,6 +63,7 @@ def _problem(given: Mapping[str, str], arguments: Sequence[str]) -> str | None:
 
 
 def _lead(store: Any, world: int, master: str, arguments: list[str]) -> int:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # until the run has its own way to end
     code = 1
     try:
         address = socket.gethostbyname(master)
@@ -125,7 +127,12 @@ def _ray(options: list[str]) -> Iterator[subprocess.Popen]:
         command.append(f"--object-store-memory={int(os.environ['MEGARL_NODE_OBJECT_STORE_MB']) << 20}")
     log = (scratch / "node.log").open("wb")
     node = subprocess.Popen(
-        command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env={**os.environ, **environment()}
+        command,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        env={**os.environ, **environment()},
+        preexec_fn=_end_with_parent,
     )
     try:
         yield node
@@ -139,6 +146,11 @@ def _ray(options: list[str]) -> Iterator[subprocess.Popen]:
                 node.wait(patience)
         log.close()
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _end_with_parent() -> None:
+    """Linux tells this process to end when the one that started it has died, of kill -9 too."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def _until(condition: Any, node: subprocess.Popen, what: str) -> None:
