@@ -8,7 +8,6 @@ waits for all nodes (`cluster.nodes`); the others stay until it has ended. All e
 
 from __future__ import annotations
 
-import ctypes
 import os
 import secrets
 import shutil
@@ -28,6 +27,11 @@ from megarl import cli
 from megarl.controller.cluster import environment
 
 _TORCHRUN = ("TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_")
+# The `ray` command, which Linux tells to end (PR_SET_PDEATHSIG) when the launcher has died, of kill -9 too.
+_RAY = (
+    "import ctypes, runpy, signal; ctypes.CDLL(None).prctl(1, signal.SIGTERM); "
+    "runpy.run_module('ray.scripts.scripts', run_name='__main__', alter_sys=True)"
+)
 _LOOK = 0.5  # seconds between two looks at what others said
 _PATIENCE = 60.0  # seconds that a node of Ray may take to answer, and that others may take to hear of the end
 
@@ -118,7 +122,7 @@ def _know(token: str) -> None:
 def _ray(options: list[str]) -> Iterator[subprocess.Popen]:
     """A node of Ray on this machine for the block, in a process group of its own."""
     scratch = Path(tempfile.mkdtemp(prefix=f"megarl-ray-{os.getpid()}-", dir="/tmp"))  # short: sockets lie in it
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", *options, "--block", "--disable-usage-stats"]
+    command = [sys.executable, "-c", _RAY, "start", *options, "--block", "--disable-usage-stats"]
     if "--head" in options:
         command.append(f"--temp-dir={scratch}")  # which other nodes take over
     if "MEGARL_NODE_CPUS" in os.environ:
@@ -132,7 +136,6 @@ def _ray(options: list[str]) -> Iterator[subprocess.Popen]:
         stderr=subprocess.STDOUT,
         start_new_session=True,
         env={**os.environ, **environment()},
-        preexec_fn=_end_with_parent,
     )
     try:
         yield node
@@ -146,11 +149,6 @@ def _ray(options: list[str]) -> Iterator[subprocess.Popen]:
                 node.wait(patience)
         log.close()
         shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _end_with_parent() -> None:
-    """Linux tells this process to end when the one that started it has died, of kill -9 too."""
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def _until(condition: Any, node: subprocess.Popen, what: str) -> None:
