@@ -18,7 +18,7 @@ from megarl.bridge.torch_dist_write import ChunkFile, write_common, write_metada
 from megarl.convert.processes import ALONE, Processes
 from megarl.convert.progress import ByteProgress
 from megarl.convert.source import Source, config_text, main_dtype, open_hf
-from megarl.convert.unfinished import Unfinished, unfinished
+from megarl.convert.unfinished import Unfinished, not_written, unfinished
 from megarl.convert.work import AS_IT_IS, FORGET_BYTES, Options, Scratch, check_finite, one_thread, target_dtypes
 from megarl.errors import RunError, UserError
 
@@ -37,7 +37,7 @@ def hf_to_megatron(
     try:
         return _converted(open_hf(source), target, options, among, show)
     except OSError as error:
-        raise RunError(f"{target} could not be written: {error.strerror or error}.") from error
+        raise not_written(target, error) from error
 
 
 def _converted(origin: Source, target: Path, options: Options, among: Processes, show: bool) -> Path:
@@ -108,8 +108,7 @@ class _Work:
             for parameter in parameters:
                 whole = self.scratch.tensor(parameter.local_shape(Cut()), self.dtype(parameter))
                 self._fill(parameter, whole)
-                if not self.options.allow_nonfinite:
-                    check_finite(f"{self.origin.folder}: {' with '.join(parameter.hf_names)}", whole)
+                check_finite(f"{self.origin.folder}: {' with '.join(parameter.hf_names)}", whole, self.options)
                 slot = written(self.model, parameter)
                 file.write(slot.key, whole.view(slot.sizes), slot.offsets, slot.global_shape)
                 size = self.bytes(parameter)

@@ -11,9 +11,9 @@ from megarl.bridge.megatron_io import MegatronReader
 from megarl.convert.processes import ALONE, Processes
 from megarl.convert.progress import ByteProgress
 from megarl.convert.source import Source, config_text, main_dtype, open_megatron
-from megarl.convert.unfinished import Unfinished, unfinished
+from megarl.convert.unfinished import Unfinished, not_written, unfinished
 from megarl.convert.work import AS_IT_IS, Options, Scratch, check_finite, one_thread, target_dtypes
-from megarl.errors import RunError, UserError
+from megarl.errors import UserError
 
 
 def megatron_to_hf(
@@ -33,7 +33,7 @@ def megatron_to_hf(
     try:
         return _converted(open_megatron(source, config), target, options, among, show)
     except OSError as error:
-        raise RunError(f"{target} could not be written: {error.strerror or error}.") from error
+        raise not_written(target, error) from error
 
 
 def _converted(origin: Source, target: Path, options: Options, among: Processes, show: bool) -> Path:
@@ -88,8 +88,7 @@ class _Work:
                 tensor = self.scratch.tensor(self.shapes[name], self.stored[name])
                 self.reader.read(name, tuple(slice(0, size) for size in self.shapes[name]), tensor)
                 tensor = tensor.to(self.dtypes[name])
-                if not self.options.allow_nonfinite:
-                    check_finite(f"{self.origin.folder}: {name}", tensor)
+                check_finite(f"{self.origin.folder}: {name}", tensor, self.options)
                 shard.write(name, tensor)
                 progress.add(self.bytes(name))
             shard.sync()

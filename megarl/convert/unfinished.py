@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.convert.processes import Processes
-from megarl.errors import UserError
+from megarl.errors import RunError, UserError
 
 
 class Unfinished:
@@ -116,6 +116,13 @@ def _begun(growing: Unfinished, plan: Mapping[str, Any]) -> int:
         raise UserError(f"another process is making {target}.") from None
     growing.begin(plan)
     return lock
+
+
+def not_written(target: Path, error: OSError) -> RunError:
+    """The disk does not take it."""
+    kept = Unfinished(target).root
+    again = f" What is finished is kept in {kept}: start again to go on." if kept.exists() else ""
+    return RunError(f"{target} could not be written: {error.strerror or error}.{again}")
 
 
 def _cannot(target: Path, error: OSError) -> UserError:

@@ -13,8 +13,6 @@ from megarl.convert.progress import ByteProgress
 from megarl.convert.source import Source, open_source
 from megarl.convert.work import FORGET_BYTES, nonfinite, one_thread
 
-_BLOCK_BYTES = 64 << 20  # compared at a time
-
 
 @dataclass
 class Comparison:
@@ -63,18 +61,14 @@ def _compared(name: str, first: Source, second: Source, result: Comparison) -> s
     dtype, other_dtype = first.reader.dtype(name), second.reader.dtype(name)
     if dtype != other_dtype:
         return f"{name} is stored as {_named(dtype)} and as {_named(other_dtype)}"
-    differ = odd = 0
-    rows = max(1, _BLOCK_BYTES // max(1, _bytes(shape[1:], dtype)))
-    for start in range(0, shape[0], rows):
-        region = (slice(start, min(shape[0], start + rows)), *(slice(0, size) for size in shape[1:]))
-        ours, theirs = first.reader.get_slice(name, region), second.reader.get_slice(name, region)
-        if not torch.equal(_bits(ours), _bits(theirs)):
-            differ += int((_bits(ours) != _bits(theirs)).sum())
-        odd += nonfinite(ours)
+    ours, theirs = first.reader.get(name), second.reader.get(name)
     count = torch.Size(shape).numel()
-    if odd:
+    if odd := nonfinite(ours):
         result.notes.append(f"{name} holds {odd} elements that are NaN or infinite, in {first.folder}")
-    return f"{name} differs in {differ} of {count} elements" if differ else None
+    if torch.equal(_bits(ours), _bits(theirs)):
+        return None
+    differ = int((_bits(ours) != _bits(theirs)).sum())
+    return f"{name} differs in {differ} of {count} elements"
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -52,12 +52,13 @@ class Scratch:
         return torch.frombuffer(self._memory, dtype=dtype, count=count).view(shape)
 
 
-def check_finite(name: str, tensor: Tensor) -> None:
-    """Raises UserError for a tensor that holds NaN or infinity."""
-    if bad := nonfinite(tensor):
+def check_finite(name: str, tensor: Tensor, options: Options) -> None:
+    """Raises UserError for a tensor of the target that holds NaN or infinity, unless it may."""
+    if not options.allow_nonfinite and (bad := nonfinite(tensor)):
+        stored = "" if options.dtype is None else f", as {str(tensor.dtype).removeprefix('torch.')},"
         raise UserError(
-            f"{name} holds {bad} elements that are NaN or infinite (of {tensor.numel()}); "
-            "--allow-nonfinite carries them over as they are."
+            f"{name}{stored} holds {bad} elements that are NaN or infinite (of {tensor.numel()}); "
+            "--allow-nonfinite carries them over."
         )
 
 

@@ -74,7 +74,6 @@ def save(
     aside = folder.with_name(f".{folder.name}.unfinished")
     _agree(_emptied(folder, aside) if rank == 0 else None, UserError)
     mine = aside / f"__{rank}_0.distcp"
-    files = _everyones(lambda: (mine.name, _write(mine, chunks, optimizer), checksum(mine)), folder)
 
     def finish() -> None:
         if rank == 0:
@@ -86,7 +85,13 @@ def save(
             write_checksums(aside, sums | {name: checksum(aside / name) for name in (METADATA, COMMON)})
             aside.rename(folder)
 
-    _everyones(finish, folder)
+    try:
+        files = _everyones(lambda: (mine.name, _write(mine, chunks, optimizer), checksum(mine)), folder)
+        _everyones(finish, folder)
+    except RunError:
+        if rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)  # the disk may be full
+        raise
 
 
 def load(folder: Path, chunks: Sequence[torch.nn.Module], *, optimizer: Optimizer | None = None) -> dict[str, Any]:
@@ -95,8 +100,18 @@ def load(folder: Path, chunks: Sequence[torch.nn.Module], *, optimizer: Optimize
     Collective over the world: the ranks share the files out to look at their checksums. Raises UserError for what is missing,
     misshapen or damaged. What is stored in another dtype is cast.
     """
-    _agree(altered(folder, dist.get_rank(), dist.get_world_size()), UserError)
-    reader = DistReader(folder)
+    problem, common = altered(folder, dist.get_rank(), dist.get_world_size()), {}
+    _agree(problem, UserError)
+    try:
+        common = _loaded(DistReader(folder), chunks, optimizer)
+    except UserError as error:
+        problem = str(error)
+    _agree(problem, UserError)
+    return common
+
+
+def _loaded(reader: DistReader, chunks: Sequence[torch.nn.Module], optimizer: Optimizer | None) -> dict[str, Any]:
+    """This rank's part of `load`."""
     entries = _entries(chunks)
     pieces = [piece for entry in entries for piece in _pieces(entry)]
     if optimizer is not None:
@@ -106,12 +121,12 @@ def load(folder: Path, chunks: Sequence[torch.nn.Module], *, optimizer: Optimize
     problems = [fault for piece in pieces if (fault := _misfit(reader, piece))]
     if problems:
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise UserError(f"{folder} is no checkpoint of this model: {'; '.join(problems[:3])}{more}.")
+        raise UserError(f"{reader.folder} is no checkpoint of this model: {'; '.join(problems[:3])}{more}.")
     for piece in pieces:
         _read(reader, piece)
     found = reader.read_common()
     if optimizer is not None:
-        _restore(optimizer, found, folder)
+        _restore(optimizer, found, reader.folder)
     common: dict[str, Any] = found.get("common", {})
     return common
 

@@ -278,7 +278,10 @@ def test_a_disk_that_takes_no_more_is_one_sentence_and_what_is_done_is_kept(
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, kept)
     said = capsys.readouterr().err
-    assert f"{tmp_path / 'target'} could not be written: File too large." in said and said.count("\n") == 1
+    assert said == (
+        f"megarl: {tmp_path / 'target'} could not be written: File too large. "
+        f"What is finished is kept in {tmp_path / '.target.unfinished'}: start again to go on.\n"
+    )
     assert not (tmp_path / "target").exists()
     assert cli.main([*arguments, "0.0005"]) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["target"]

@@ -26,6 +26,7 @@ from megarl.convert.megatron_to_hf import megatron_to_hf
 from megarl.convert.progress import ByteProgress
 from megarl.convert.verify import verify
 from megarl.convert.work import Options
+from megarl.errors import UserError
 from megarl.models.heads import make_tiny_reward, make_tiny_trl
 from megarl.models.tiny import make_tiny, tiny_config
 from tests.bridge.cases import CONFIGS
@@ -93,6 +94,15 @@ def test_a_dtype_is_changed_as_torch_changes_it(hf: Path, tmp_path: Path) -> Non
     result = verify(hf, checkpoint, show=False)
     assert len(result.differences) == len(want)
     assert "model.norm.weight is stored as float32 and as bfloat16" in result.differences
+
+
+def test_a_dtype_that_cannot_hold_a_value_is_told(hf: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(hf, tmp_path / "source")
+    weights = load_file(source / "model.safetensors")
+    weights["model.norm.weight"][5] = 1e6
+    save_file(weights, source / "model.safetensors")
+    with pytest.raises(UserError, match=r"model.norm.weight, as float16, holds 1 elements that are NaN or infinite"):
+        hf_to_megatron(source, tmp_path / "megatron", Options(dtype=torch.float16), show=False)
 
 
 def test_what_stays_float32_does(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +103,26 @@ def test_training_goes_on_as_if_it_had_not_stopped(case: str, tmp_path: Path) ->
     assert weights < 1e-5
     assert states < 1e-5
     assert furthest(tmp_path / "straight", tmp_path / "half")[0] > 1e-3
+
+
+@pytest.mark.parametrize("shape", [(7,), (5, 3), (4, 1), (1, 6), (3, 2, 5)])
+def test_a_run_of_elements_is_the_rectangles_that_it_is_cut_into(shape: tuple[int, ...]) -> None:
+    from megarl.megatron.dist_checkpoint import Piece, _cut
+
+    count, width = math.prod(shape), math.prod(shape[1:])
+    half = torch.zeros(shape)  # two pieces of a parameter, as gate and up are, of a tensor of two layers
+    whole = (2, 2 * shape[0], *shape[1:])
+    pieces = [Piece("w", half, (1, at, *(0 for _ in shape[1:])), whole, mine=True, leading=1) for at in (0, shape[0])]
+    every = range(0, 2 * count + 1, width if len(shape) > 2 else 1)
+    for start, stop in itertools.combinations_with_replacement(every, 2):
+        found = torch.zeros(whole)
+        for piece in _cut(pieces, torch.arange(start, stop).float() + 1, "s.", (start, stop)):
+            region = tuple(slice(o, o + s) for o, s in zip(piece.offsets, piece.sizes, strict=True))
+            assert not found[region].any() and piece.key == "s.w"
+            found[region] = piece.data
+        want = torch.arange(2 * count).float() + 1
+        want[:start], want[stop:] = 0, 0
+        assert torch.equal(found[1].flatten(), want) and not found[0].any()
 
 
 def furthest(first: Path, second: Path) -> tuple[float, float]:
