@@ -257,7 +257,7 @@ def test_several_processes_make_the_same(hf: Path, tmp_path: Path) -> None:
     ):
         subprocess.run(
             [
-                *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"),
+                *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
                 *(f"tools/convert_ckpt/{tool}.py", source, target, "--shard-gb", "0.0001"),
             ],
             cwd=ROOT,

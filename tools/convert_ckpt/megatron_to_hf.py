@@ -2,7 +2,9 @@
 
 import sys
 
-from megarl.cli import main
-
 if __name__ == "__main__":
+    if sys.path[0] == __file__.rpartition("/")[0]:
+        del sys.path[0]  # Python has put this folder first, whose inspect.py is not Python's
+    from megarl.cli import main
+
     sys.exit(main(["convert", "megatron-to-hf", *sys.argv[1:]]))
