@@ -7,9 +7,14 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
 from megatron.core.utils import divide
 
 from megarl.batch.packing import Segment
@@ -268,6 +273,20 @@ class LocalCoreAttention(MegatronModule):
         outputs.append(query.new_zeros(1, self.hidden))
         rows = torch.cat(outputs)
         return _Rows.apply(rows, plan.place, plan.inverse)
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        """A family's own parameters of attention may be cut by head, as their marks say; Megatron would take them for whole."""
+        cut = {
+            name: p.partition_dim for name, p in self.named_parameters() if getattr(p, "tensor_model_parallel", False)
+        }
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            cut,
+            sharded_offsets,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
+        )
 
     def _bucket(self, bucket: _Bucket, flat, sizes) -> torch.Tensor:
         places = ((bucket.index, bucket.inverse), *[(bucket.key_index, bucket.key_inverse)] * 2)
