@@ -74,8 +74,8 @@ class Dims:
         return tuple(sum(self.blocks(name)) for name in names.split())
 
     def blocks(self, name: str) -> list[int]:
-        """Of one axis: `"ffn+ffn"` → two blocks of ffn."""
-        return [getattr(self, part) for part in name.split("+")]
+        """Of one axis: `"ffn+ffn"` → two blocks of ffn; `"ffn|ffn"` the same."""
+        return [getattr(self, part) for part in name.replace("|", "+").split("+")]
 
 
 def everywhere(dims: Dims, layer: int) -> bool:
@@ -94,8 +94,9 @@ class Rule:
 
     `{L}` in a name stands for every layer, `{E}` for every expert of it, both numbered over the whole model. `hf` maps each name
     to its shape in the names of `Dims`; their order is the order in which `join` lays them down. Rows that are a sum (`ffn+ffn`)
-    are so many parts of their own, which are cut and laid down one by one. `te` is the parameter's name in
-    Megatron's Transformer Engine spec where that differs from the local spec's.
+    are so many parts of their own, which are cut and laid down one by one; with `ffn|ffn` their rows take turns. Where Megatron's
+    name has `{E}` and the checkpoint's has not, all experts of a layer are one tensor there, whose first axis they are. `te` is
+    the parameter's name in Megatron's Transformer Engine spec where that differs from the local spec's.
     """
 
     hf: Mapping[str, str]
@@ -108,6 +109,13 @@ class Rule:
     pad_vocabulary: bool = False  # rows are the vocabulary: padded with zeros to a multiple of TP, cut on export
     tied_to: str | None = None  # with tied embeddings: the tensor that it is filled from, and is not written to
     float32: bool = False  # kept in float32 whatever the model's dtype
+    transposed: bool = (
+        False  # the checkpoint has the matrices transposed; `hf` states their shapes as Megatron has them
+    )
+
+    @property
+    def fused(self) -> bool:
+        return self.of_experts and not any("{E}" in name for name in self.hf)
 
     @property
     def of_experts(self) -> bool:
@@ -139,6 +147,7 @@ class Family:
     derive: Callable[[Config, Mapping[str, int]], Mapping[str, Any]] | None = None
     settings: Callable[[Config], Mapping[str, Any]] | None = None
     rope: Callable[[Config], Config] | None = None
+    yarn: bool = False  # YaRN is understood, without latent attention
 
     @property
     def latent(self) -> bool:

@@ -63,6 +63,7 @@ class Rope:
     scaling_factor: float | None = None  # Llama 3.1's scaling
     interpolation: float | None = None  # linear scaling: positions are divided by it
     yarn: Mapping[str, Any] | None = None  # YaRN, as the arguments of MLATransformerConfig
+    truncate: bool = True  # YaRN's bounds are rounded to whole dimensions
 
     def latent_args(self) -> dict[str, Any]:
         """Arguments of Megatron's MLATransformerConfig: there the attention makes its own rotary angles."""
@@ -75,11 +76,22 @@ class Rope:
             **(self.yarn or {}),
         }
 
+    def yarn_attributes(self) -> dict[str, Any]:
+        """What Megatron's GPTModel reads off its configuration where positions are the model's own; empty without YaRN."""
+        if self.yarn is None:
+            return {}
+        named = {f"yarn_{key}": value for key, value in self.yarn.items()}
+        if not named["yarn_mscale_all_dim"]:  # the angles are scaled by the factor alone
+            named |= {"yarn_mscale": None, "yarn_mscale_all_dim": None}
+        return named | {"yarn_correction_range_round_to_int": self.truncate}
+
     def model_args(self) -> dict[str, Any]:
         args: dict[str, Any] = {"rotary_base": int(self.base) if float(self.base).is_integer() else self.base}
         args["rotary_percent"] = self.percent
         if self.scaling_factor is not None:
             args |= {"rope_scaling": True, "rope_scaling_factor": self.scaling_factor}
+        if self.yarn is not None:
+            args["position_embedding_type"] = "yarn"
         if self.interpolation is not None:
             args["seq_len_interpolation_factor"] = self.interpolation
         return args
@@ -153,7 +165,8 @@ def _size(family: Family, key: str, value: Any) -> int:
 def read_rope(family: Family, config: Mapping[str, Any]) -> Rope:
     """Rotary base and scaling, as transformers 4 (rope_theta, rope_scaling) or 5 (rope_parameters) write them.
 
-    YaRN is taken with latent attention only, whose softmax scale it changes too; a partial_rotary_factor of families that read it.
+    YaRN is taken with latent attention, whose softmax scale it changes too, and of families that have it; a partial_rotary_factor
+    of families that read it.
     """
     fields = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
     default_base = float(family.defaults.get("rope_theta", 10000.0))
@@ -169,8 +182,9 @@ def read_rope(family: Family, config: Mapping[str, Any]) -> Rope:
     llama3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     if kind == "llama3" and {key: fields.get(key) for key in llama3} == llama3 and set(fields) == {*llama3, "factor"}:
         return Rope(base, percent, scaling_factor=float(fields["factor"]))
-    if kind == "yarn" and family.latent:
-        return Rope(base, yarn=_yarn(fields))
+    if kind == "yarn" and (family.latent or family.yarn):
+        truncate = fields.pop("truncate", None) is not False if family.yarn else True
+        return Rope(base, yarn=_yarn(fields), truncate=truncate)
     raise UserError(f"config.json: rope scaling of kind {kind!r} with {fields} is not supported.")
 
 

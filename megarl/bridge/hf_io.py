@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -362,7 +363,7 @@ def load_parameter(reader: HFReader, parameter: Parameter, where: Where, out: Te
         if parameter.pad_vocabulary:
             out[max((copy.local[0].stop for copy in copies), default=0) :].zero_()
         for copy in copies:
-            out[copy.local].copy_(reader.get_slice(copy.hf_name, copy.hf))
+            out[copy.local].copy_(copy.of(reader.get_slice(copy.hf_name, copy.hf)))
 
 
 def export_tensors(
@@ -372,18 +373,19 @@ def export_tensors(
 
     `fetch(parameter, where)` returns a rank's tensor; it is asked for each part once (`Parameter.holders`).
     """
-    for parameter in model.parameters:
-        if not parameter.exported:
-            continue
-        whole: dict[str, Tensor] = {}
+    exported = [parameter for parameter in model.parameters if parameter.exported]
+    left = Counter(name for parameter in exported for name in parameter.hf_names)  # parameters that are still to come
+    whole: dict[str, Tensor] = {}
+    for parameter in exported:
         for where in parameter.holders(sizes):
             local = fetch(parameter, where).detach()
-            if not whole:
-                shapes = zip(parameter.hf_names, parameter.hf_shapes, strict=True)
-                whole = {name: local.new_empty(shape) for name, shape in shapes}
+            for name, shape in zip(parameter.hf_names, parameter.hf_shapes, strict=True):
+                if name not in whole:
+                    whole[name] = local.new_empty(shape)
             for copy in parameter.copies(where):
-                whole[copy.hf_name][copy.hf] = local[copy.local]
-        yield from whole.items()
+                copy.of(whole[copy.hf_name][copy.hf]).copy_(local[copy.local])
+        left.subtract(parameter.hf_names)
+        yield from ((name, whole.pop(name)) for name in parameter.hf_names if left[name] == 0)
 
 
 def _ignorable(name: str, model: ModelMap) -> bool:

@@ -1,4 +1,4 @@
-"""How Hugging Face tensors lie in a rank's Megatron tensor, as rectangular copies.
+"""How Hugging Face tensors lie in a rank's Megatron tensor, as rectangular copies (or every so manyth row of a rectangle).
 
 A layout is two choices: how each Hugging Face tensor is cut over the ranks (`Split`), and how the cut parts are laid one
 after another into the rank's tensor (a join). Both only ever name regions, so loading, exporting and resharding are one set
@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Shape = tuple[int, ...]
 
@@ -70,6 +73,20 @@ class Copy(NamedTuple):
     hf_name: str
     hf: tuple[slice, ...]
     local: tuple[slice, ...]
+    fused: bool = False  # the first axis of `hf` is one expert of a tensor that holds all of a layer
+    transposed: bool = False  # of a matrix: rows and columns of `hf` are columns and rows of `local`
+
+    @property
+    def extents(self) -> list[int]:
+        """Of the region of the Hugging Face tensor, as it stands in the local one."""
+        sizes = [len(range(s.start, s.stop, s.step or 1)) for s in self.hf[self.fused :]]
+        return sizes[::-1] if self.transposed else sizes
+
+    def of(self, region: Tensor) -> Tensor:
+        """A view of `tensor[hf]` that has the shape of the local region."""
+        if self.fused:
+            region = region[0]
+        return region.t() if self.transposed else region
 
 
 class Part(NamedTuple):
@@ -78,11 +95,19 @@ class Part(NamedTuple):
     tensor: int  # which of a parameter's tensors
     first: int  # row of it
     shape: Shape
+    step: int = 1  # every so manyth row of the tensor: 2 where rows of gate and up take turns
+
+    def rows(self, start: int, count: int) -> slice:
+        """Some of its rows, as rows of the tensor."""
+        if self.step == 1:
+            return slice(self.first + start, self.first + start + count)
+        first = self.first + start * self.step
+        return slice(first, first + (count - 1) * self.step + 1, self.step)
 
 
 class Split(Enum):
     """What tensor parallelism cuts, or expert tensor parallelism in an expert. ROWS and COLUMNS are axes 0 and 1 of the Hugging
-    Face tensor."""
+    Face tensor, of one that is transposed in the checkpoint as it stands in Megatron."""
 
     NONE = None  # every rank holds all of it
     ROWS = 0
@@ -123,6 +148,7 @@ def interleaved_by_group(rows: Sequence[int], groups: int) -> list[Piece]:
 
 def uncovered(shape: Shape, regions: Sequence[tuple[slice, ...]]) -> str | None:
     """None where `regions` cover every element of `shape` exactly once, else what is wrong, in words."""
+    regions, shape = _unfolded(regions, shape)
     boxes = [tuple((s.start, s.stop) for s in region) for region in regions]
     for box in boxes:
         if len(box) != len(shape) or any(
@@ -142,6 +168,36 @@ def uncovered(shape: Shape, regions: Sequence[tuple[slice, ...]]) -> str | None:
             if all(a[0] < b[1] and b[0] < a[1] for a, b in zip(box, other, strict=True)):
                 return f"regions {box} and {other} overlap"
     return None if volume == whole else f"{volume} elements are written for {whole}"
+
+
+def _unfolded(regions: Sequence[tuple[slice, ...]], shape: Shape) -> tuple[Sequence[tuple[slice, ...]], Shape]:
+    """Where regions take every so manyth place of an axis, the same with that axis as two: the places, and which of so many."""
+    steps = [
+        max((region[axis].step or 1 for region in regions if len(region) == len(shape)), default=1)
+        for axis in range(len(shape))
+    ]
+    if max(steps, default=1) == 1:
+        return regions, shape
+    unfolded = []
+    for region in regions:
+        axes: list[slice] = []
+        for part, step in zip(region, steps, strict=True):
+            if step == 1:
+                axes.append(part)
+            elif part.step == step:
+                axes += [
+                    slice(part.start // step, (part.stop - 1) // step + 1),
+                    slice(part.start % step, part.start % step + 1),
+                ]
+            else:  # whole rows of places, as far as the tensors here go
+                axes += [slice(part.start // step, part.stop // step), slice(0, step)]
+        unfolded.append(tuple(axes))
+    sizes = [
+        size
+        for length, step in zip(shape, steps, strict=True)
+        for size in ((length,) if step == 1 else (length // step, step))
+    ]
+    return unfolded, tuple(sizes)
 
 
 def _volume(box: tuple[tuple[int, int], ...]) -> int:

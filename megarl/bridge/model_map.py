@@ -36,6 +36,8 @@ class Parameter:
     pad_vocabulary: bool
     exported: bool  # False: a copy of what another parameter exports (the output layer with tied embeddings)
     float32: bool  # kept in float32 whatever the model's dtype
+    fused: bool = False  # the checkpoint has all experts of a layer in one tensor
+    transposed: bool = False  # the checkpoint has it transposed
 
     @property
     def replicated(self) -> bool:
@@ -90,16 +92,15 @@ class Parameter:
             length = min(piece.length, part.shape[0] - row)
             if length <= 0:
                 continue
-            row += part.first
             columns = tuple(slice(starts[axis], starts[axis] + share[axis]) for axis in range(1, len(share)))
-            local_columns = tuple(slice(0, size) for size in share[1:])
-            result.append(
-                Copy(
-                    self.hf_names[part.tensor],
-                    (slice(row, row + length), *columns),
-                    (slice(piece.target, piece.target + length), *local_columns),
-                )
-            )
+            local = (slice(piece.target, piece.target + length), *(slice(0, size) for size in share[1:]))
+            region = (part.rows(row, length), *columns)
+            transposed = self.transposed and len(region) == 2
+            if transposed:
+                region = region[::-1]
+            if self.fused and self.expert is not None:
+                region = (slice(self.expert, self.expert + 1), *region)
+            result.append(Copy(self.hf_names[part.tensor], region, local, self.fused, transposed))
         return result
 
     def _cut(self, where: Where) -> tuple[int, int]:
@@ -281,6 +282,10 @@ class ModelMap:
             **({} if self.is_latent else self._rope.model_args()),
         }
 
+    def config_attributes(self) -> dict[str, Any]:
+        """What Megatron's GPTModel reads off its configuration though it is no argument of it."""
+        return {} if self.is_latent else self._rope.yarn_attributes()
+
     def tensor_sizes(self) -> list[int]:
         """The tensor-parallel sizes that the model allows."""
         return _divisors(math.gcd(*self._cut_by_tensor().values()))
@@ -307,7 +312,12 @@ class ModelMap:
         if self.has_experts:
             problems.append(_layout_problem("expert", ep, {"experts of a layer": self.dims.experts}))
             units = {"units of an expert": self.dims.expert_ffn}
-            problems.append(_layout_problem("expert tensor", tp if expert_tp is None else expert_tp, units))
+            cut = tp if expert_tp is None else expert_tp
+            problems.append(_layout_problem("expert tensor", cut, units))
+            if cut > 1 and self._settings.get("add_bias_linear"):
+                problems.append(
+                    f"expert tensor parallelism {cut} would count the biases of {self.family}'s experts {cut} times; use 1."
+                )
             if tp > 1 and sequence is False:
                 problems.append(
                     f"tensor parallelism {tp} of a model with experts needs sequence parallelism: turn it on."
@@ -327,7 +337,9 @@ class ModelMap:
         regions: dict[str, list[tuple[slice, ...]]] = defaultdict(list)
         shapes: dict[str, Shape] = {}
         for parameter in self.parameters:
-            if parameter.layer not in (None, *kinds.values()) or parameter.expert not in (None, 0):
+            if parameter.layer not in (None, *kinds.values()):
+                continue
+            if parameter.expert not in (None, 0) and not parameter.fused:
                 continue
             shapes.update(zip(parameter.hf_names, parameter.hf_shapes, strict=True))
             for where in parameter.holders(sizes):
@@ -335,8 +347,7 @@ class ModelMap:
                 real = _real_shape(parameter, where)
                 _demand(parameter.name, real, [copy.local for copy in copies])
                 for copy in copies:
-                    extents = [[s.stop - s.start for s in region] for region in (copy.hf, copy.local)]
-                    if extents[0] != extents[1]:
+                    if copy.extents != [s.stop - s.start for s in copy.local]:
                         raise ValueError(f"{parameter.name}: {copy} joins regions of different shapes")
                     if parameter.exported:
                         regions[copy.hf_name].append(copy.hf)
@@ -373,7 +384,7 @@ def _parameter(rule: Rule, dims: Dims, layer: int | None, expert: int | None, ti
         name=named(rule.megatron),
         te_name=named(rule.te or rule.megatron),
         hf_names=tuple(named(name) for name in names),
-        hf_shapes=tuple(dims.shape(shape) for shape in rule.hf.values()),
+        hf_shapes=tuple(_stored(rule, dims, dims.shape(shape)) for shape in rule.hf.values()),
         parts=tuple(_parts(rule, dims)),
         layer=layer,
         expert=expert,
@@ -385,6 +396,8 @@ def _parameter(rule: Rule, dims: Dims, layer: int | None, expert: int | None, ti
         pad_vocabulary=rule.pad_vocabulary,
         exported=not copied,
         float32=rule.float32,
+        fused=rule.fused,
+        transposed=rule.transposed,
     )
 
 
@@ -392,9 +405,18 @@ def _parts(rule: Rule, dims: Dims) -> Iterator[Part]:
     for tensor, names in enumerate(rule.hf.values()):
         rows, _, rest = names.partition(" ")
         first = 0
-        for count in dims.blocks(rows):
-            yield Part(tensor, first, (count, *dims.shape(rest)))
+        blocks = dims.blocks(rows)
+        for number, count in enumerate(blocks):
+            if "|" in rows:
+                yield Part(tensor, number, (count, *dims.shape(rest)), len(blocks))
+            else:
+                yield Part(tensor, first, (count, *dims.shape(rest)))
             first += count
+
+
+def _stored(rule: Rule, dims: Dims, shape: Shape) -> Shape:
+    """The shape of a tensor in the checkpoint."""
+    return (*((dims.experts,) if rule.fused else ()), *(shape[::-1] if rule.transposed else shape))
 
 
 def _check_names(parameters: Iterable[Parameter]) -> None:
@@ -404,6 +426,8 @@ def _check_names(parameters: Iterable[Parameter]) -> None:
     for parameter in parameters:
         names = {parameter.name, parameter.te_name}
         hf_names = set(parameter.hf_names) if parameter.exported else set()
+        if parameter.fused:  # each expert claims its part
+            hf_names = {f"{name}[{parameter.expert}]" for name in hf_names}
         if twice := (names & megatron) | (hf_names & exported):
             raise ValueError(f"two rules claim {', '.join(sorted(twice))}")
         if len(set(parameter.hf_names)) != len(parameter.hf_names):

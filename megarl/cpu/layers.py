@@ -114,9 +114,7 @@ class _Bucket:
     prefix_shape: tuple[int, int] | None = None
     prefix_of: torch.Tensor | None = None  # (B,) which prefix a segment continues
     mask: torch.Tensor | None = None  # (B, 1, L, Lp+L) additive float; None: causal
-    windowed: torch.Tensor | None = (
-        None  # the same of layers with a sliding window, where theirs is another; (1 or B, ...)
-    )
+    windowed: torch.Tensor | None = None  # of layers with a sliding window, (1 or B, ...); None: as `mask`
 
     def to(self, device: torch.device) -> _Bucket:
         moved = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, torch.Tensor)}
@@ -253,11 +251,16 @@ class LocalCoreAttention(MegatronModule):
         **_,
     ):
         super().__init__(config=config)
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.softmax_scale = softmax_scale
         self.softcap = getattr(config, "attention_softcap", None)  # of megarl.megatron.layer.Additions
+        # Of every head, a score of nothing: it takes part in the softmax and answers with zeros.
+        self.register_parameter("softmax_offset", None)
+        if config.softmax_type == "learnable":
+            heads = divide(config.num_attention_heads, groups.tp.size())
+            self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
         self.windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.peers = groups.cp if config.context_parallel_size > 1 else None
         self.hidden = divide((v_channels or config.kv_channels) * config.num_attention_heads, groups.tp.size())
 
@@ -305,8 +308,10 @@ class LocalCoreAttention(MegatronModule):
             k, v = torch.cat([pk, k], dim=2), torch.cat([pv, v], dim=2)
         mask = bucket.windowed if self.windowed and bucket.windowed is not None else bucket.mask
         scores = bucket.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
-        if self.softcap is not None or (self.dropout == 0.0 and scores <= _EXPLICIT_SCORES):
-            out = _explicit_attention(q, k, v, mask, self.softmax_scale or q.shape[-1] ** -0.5, self.softcap)
+        plain = self.softcap is None and self.softmax_offset is None
+        if not plain or (self.dropout == 0.0 and scores <= _EXPLICIT_SCORES):
+            scale = self.softmax_scale or q.shape[-1] ** -0.5
+            out = _explicit_attention(q, k, v, mask, scale, self.softcap, self.softmax_offset)
         else:
             out = F.scaled_dot_product_attention(
                 q,
@@ -321,12 +326,13 @@ class LocalCoreAttention(MegatronModule):
         return out.transpose(1, 2).reshape(-1, self.hidden)
 
 
-def _explicit_attention(q, k, v, mask, scale: float, softcap: float | None) -> torch.Tensor:
+def _explicit_attention(q, k, v, mask, scale: float, softcap: float | None, offset_H) -> torch.Tensor:
     """Attention as it is written in the paper; q (B, heads, L, D), k (B, groups, S, D), v likewise; mask None: causal. With a
-    softcap c scores s become c · tanh(s / c) (arXiv:2408.00118, sec. 2), which torch's kernel does not know."""
+    softcap c scores s become c · tanh(s / c) (arXiv:2408.00118, sec. 2); with an offset o of a head its weights are
+    exp(s) / (exp(o) + Σ exp(s)). torch's kernel knows neither."""
     if mask is None:
         mask = torch.full((q.shape[2], k.shape[2]), float("-inf"), dtype=q.dtype, device=q.device).triu_(1)
-    return _ExplicitAttention.apply(q, k, v, mask, scale, softcap)
+    return _ExplicitAttention.apply(q, k, v, mask, scale, softcap, offset_H)
 
 
 class _ExplicitAttention(torch.autograd.Function):
@@ -337,7 +343,7 @@ class _ExplicitAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, mask, scale, softcap):
+    def forward(ctx, q, k, v, mask, scale, softcap, offset_H):
         batch, heads, length, size = q.shape
         groups, seen = k.shape[1], k.shape[2]
         rows = q.reshape(batch * groups, heads // groups * length, size)
@@ -351,20 +357,29 @@ class _ExplicitAttention(torch.autograd.Function):
             scores = capped.mul(softcap)
             scores.view(batch, heads, length, seen).add_(mask)
         weights = torch.softmax(scores, dim=-1)
-        ctx.save_for_backward(rows, keys, values, weights, capped)
+        if offset_H is not None:  # Σ exp(s) / (exp(o) + Σ exp(s)), of each row
+            log_sum = scores.view(batch, heads, length, seen).float().logsumexp(dim=-1, keepdim=True)
+            weights.view(batch, heads, length, seen).mul_(torch.sigmoid(log_sum - offset_H.float().view(-1, 1, 1)))
+        ctx.save_for_backward(rows, keys, values, weights, capped, offset_H)
         ctx.scale, ctx.shapes = scale, (q.shape, k.shape, v.shape)
         return torch.bmm(weights, values).view(batch, heads, length, -1)
 
     @staticmethod
     def backward(ctx, grad):
-        rows, keys, values, weights, capped = ctx.saved_tensors
+        rows, keys, values, weights, capped, offset_H = ctx.saved_tensors
         grad = grad.reshape(len(rows), rows.shape[1], -1)
         grad_values = torch.bmm(weights.transpose(1, 2), grad)
         scores = torch.bmm(grad, values.transpose(1, 2))
+        grad_offset = None
+        if offset_H is not None:  # it is a score whose value is nothing
+            batch, heads, length, _ = ctx.shapes[0]
+            w = weights.float()
+            rest = (1.0 - w.sum(dim=-1)) * (w * scores).sum(dim=-1)
+            grad_offset = -rest.view(batch, heads, length).sum(dim=(0, 2)).to(offset_H.dtype)
         scores = torch._softmax_backward_data(scores, weights, -1, weights.dtype)
         if capped is not None:
             scores.mul_(1.0 - capped.square())
         grad_rows = torch.bmm(scores, keys).mul_(ctx.scale)
         grad_keys = torch.bmm(scores.transpose(1, 2), rows).mul_(ctx.scale)
         parts = zip((grad_rows, grad_keys, grad_values), ctx.shapes, strict=True)
-        return *(part.view(shape) for part, shape in parts), None, None, None
+        return *(part.view(shape) for part, shape in parts), None, None, None, grad_offset

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
+from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 
@@ -48,6 +49,15 @@ class RoutedLayer(PolicyLayer):
     def forward(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
         self.mlp.router.row = getattr(packed_seq_params, "routed", None)
         return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+
+
+class BiasedExpertOut(RowParallelLinear):
+    """The second matrix of an expert with biases. Megatron adds the bias in place, which autograd forbids on a single rank: there
+    the answer is a view that a function of its own made."""
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        output, bias = super().forward(input_)
+        return output.clone(), bias
 
 
 class BalancingRouter(TopKRouter):

@@ -28,3 +28,7 @@ def beyond_transformer_engine(model: ModelMap, context: int) -> Iterator[str]:
             f"a model of type {model.family} caps its attention scores (attn_logit_softcapping), which Transformer Engine does not; "
             f"{instead}"
         )
+    if model.transformer_config().get("softmax_type"):
+        yield (
+            f"a model of type {model.family} has attention sinks, which have not been tried with Transformer Engine; {instead}"
+        )

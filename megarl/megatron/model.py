@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -34,7 +35,7 @@ from megarl.megatron.score_head import put_head
 from megarl.megatron.specs import block_spec
 
 _BIAS = "router.expert_bias"
-_ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+_ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "quick_gelu": quick_gelu}
 
 
 @dataclass
@@ -73,9 +74,8 @@ class PolicyModel(GPTModel):
         anywhere (shared prompts)."""
         embedded, angles, *rest = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
         if embedded is not None and self.config.embedding_scale != 1.0:
-            embedded = embedded * embedded.new_tensor(
-                self.config.embedding_scale
-            )  # rounded to the model's dtype, as there
+            scale = embedded.new_tensor(self.config.embedding_scale)  # rounded to the model's dtype, as in transformers
+            embedded = embedded * scale
         if self.window_rotary is not None:  # side by side: each layer takes its own (layer.py)
             angles = torch.cat([angles, self.window_rotary(len(angles), packed_seq=True)], dim=-1)
         positions = getattr(packed_seq_params, "positions", None)
@@ -176,7 +176,7 @@ def transformer_config(
         if place.tensor_size > 1 and not sequence:
             raise UserError("tensor parallelism of a model with experts needs sequence parallelism: turn it on.")
     kind = LatentPolicyConfig if model_map.is_latent else PolicyConfig
-    return kind(
+    config = kind(
         **fields,
         use_cpu_initialization=not on_gpu,
         perform_initialization=False,  # every value comes from the checkpoint
@@ -201,6 +201,9 @@ def transformer_config(
         apply_rope_fusion=engine and not (model_map.is_latent or fields.get("rotary_interleaved")),
         batch_p2p_sync=False,
     )
+    for name, value in model_map.config_attributes().items():
+        setattr(config, name, value)
+    return config
 
 
 def _stages(layers: Sequence[int]) -> list[list[str]]:

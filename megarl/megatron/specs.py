@@ -9,7 +9,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 from megarl.cpu.layers import LocalCoreAttention, LocalNorm
-from megarl.megatron.experts import BalancingRouter, RoutedLayer
+from megarl.megatron.experts import BalancingRouter, BiasedExpertOut, RoutedLayer
 from megarl.megatron.latent import LocalMLASelfAttention
 from megarl.megatron.layer import PolicyLayer
 from megarl.megatron.limits import uses_transformer_engine
@@ -27,6 +27,8 @@ def block_spec(config: TransformerConfig, virtual: int | None = None) -> Transfo
         if layer.submodules.mlp.module is MoELayer:
             layer.module = RoutedLayer
             layer.submodules.mlp.submodules.router = BalancingRouter
+            if local and config.add_bias_linear:
+                layer.submodules.mlp.submodules.experts.submodules.linear_fc2 = BiasedExpertOut
         if local:
             _localise(config, layer.submodules)
     block.layer_norm = norm

@@ -182,6 +182,29 @@ _GEMMA3 = {
     "rope_local_base_freq": 1000.0,
     "rope_scaling": {"rope_type": "linear", "factor": 4.0},
 }
+# Layers 1 and 3 have a window; the clamp of the experts' activation bites. torch's grouped product, by which transformers computes
+# experts, wants sizes that divide by 4.
+_GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "attention_bias": True,
+    "head_dim": 18,
+    "hidden_size": 68,
+    "intermediate_size": 44,
+    "num_local_experts": 10,
+    "num_experts_per_tok": 3,
+    "sliding_window": 6,
+    "swiglu_limit": 0.9,
+    "rope_theta": 15000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 128,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    },
+}
 
 RECIPES: dict[str, dict[str, Any]] = {
     "llama": {**_LLAMA, "hidden_size": 72, "intermediate_size": 120, "head_dim": 16, "tie_word_embeddings": False},
@@ -194,6 +217,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "mixtral": {**_MIXTRAL, "tie_word_embeddings": False},
     "mistral": {**_MISTRAL, "tie_word_embeddings": False},
     "glm4-moe": {**_GLM4_MOE, "tie_word_embeddings": False},
+    "gpt-oss": {**_GPT_OSS, "tie_word_embeddings": False},
     "glm": {**_GLM4, "architectures": ["GlmForCausalLM"], "model_type": "glm", "tie_word_embeddings": False},
     "glm4": {**_GLM4, "tie_word_embeddings": False},
     "gemma2": {**_GEMMA2, "tie_word_embeddings": True},

@@ -66,7 +66,7 @@ class ShardWriter:
         if any(item.name in self._slices for item in bucket.tensors):
             for name, whole in bucket.views().items():
                 for piece in self._slices.get(name, ()):
-                    whole[piece.copy.hf].copy_(piece.tensor[piece.copy.local])
+                    piece.copy.of(whole[piece.copy.hf]).copy_(piece.tensor[piece.copy.local])
 
     def _shares(self, bucket: BucketSpec) -> dict[str, int]:
         kinds = {item.name: getattr(torch, item.dtype) for item in bucket.tensors}
@@ -93,4 +93,8 @@ class ShardWriter:
 
 
 def _share(pieces: Sequence[_Slice], dtype: torch.dtype) -> int:
+    if any(p.copy.fused or p.copy.transposed for p in pieces):
+        raise ValueError(
+            f"{pieces[0].copy.hf_name}: no fingerprint is written for experts that the checkpoint has in one tensor"
+        )
     return combine([partial(p.tensor[p.copy.local].to(dtype), [s.start for s in p.copy.hf]) for p in pieces])

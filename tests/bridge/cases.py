@@ -42,6 +42,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mistral": tiny_config("mistral"),
     "glm4-moe": tiny_config("glm4-moe"),
     "glm4-moe-plain": tiny_config("glm4-moe", attention_bias=False, use_qk_norm=False, n_shared_experts=1),
+    "gpt-oss": tiny_config("gpt-oss"),
     "glm": tiny_config("glm", attention_bias=False),
     "glm4": tiny_config("glm4"),
     "glm4-wide": tiny_config("glm4", **WIDE),
@@ -89,8 +90,8 @@ def numbered(model: ModelMap) -> dict[str, Tensor]:
 
 
 def one_by_one(tensors: dict[str, Tensor], model_type: str) -> dict[str, Tensor]:
-    """What `transformers` writes: a layer's experts, which it holds fused, under names of their own; not what follows from the
-    config, rotary frequencies and the scale of embeddings."""
+    """What `transformers` writes: a layer's experts, which it holds fused, under names of their own (but gpt-oss's); not what
+    follows from the config, rotary frequencies and the scale of embeddings."""
     mixtral = model_type == "mixtral"
     names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     result = {}
@@ -99,7 +100,7 @@ def one_by_one(tensors: dict[str, Tensor], model_type: str) -> dict[str, Tensor]
         head, fused, kind = name.rpartition(".experts.")
         if "rotary_emb" in name or name.endswith("embed_scale"):
             continue
-        if not fused:
+        if not fused or model_type == "gpt_oss":
             result[name] = tensor
             continue
         for expert, matrix in enumerate(tensor):

@@ -35,6 +35,8 @@ def megatron_tensor(model: ModelMap, name: str, hf: dict[str, Tensor], where: Cu
         q, k, v = (hf[f"{layer}self_attn.{x}_proj.{kind}"] for x in "qkv")
         blocks = [x.reshape(dims.kv_heads, -1, *x.shape[1:]) for x in (q, k, v)]
         return torch.cat(blocks, 1).flatten(0, 1).chunk(tp, 0)[rank]
+    if model.family == "gpt_oss" and (special := gpt_oss_tensor(layer, rest, hf, where)) is not None:
+        return special
     if "mlp" in rest and rest != "post_mlp_layernorm.weight":
         return mlp_tensor(model, layer, rest, hf, where)
     if model.is_latent and rest in LATENT:
@@ -58,6 +60,26 @@ def megatron_tensor(model: ModelMap, name: str, hf: dict[str, Tensor], where: Cu
         "post_mlp_layernorm.weight": AROUND[model.family][2],
     }
     return hf[f"{layer}{norms[rest]}.weight"]
+
+
+def gpt_oss_tensor(layer: str, rest: str, hf: dict[str, Tensor], where: Cut) -> Tensor | None:
+    """What no other family has; None: not that."""
+    if rest == "self_attention.core_attention.softmax_offset":
+        return hf[f"{layer}self_attn.sinks"].chunk(where.tensor_size)[where.tensor]
+    if rest == "self_attention.linear_proj.bias":
+        return hf[f"{layer}self_attn.o_proj.bias"]
+    if "router" in rest:
+        return hf[f"{layer}{rest}"]
+    if "local_experts" not in rest:
+        return None
+    number, linear, kind = rest.rpartition("local_experts.")[2].split(".")
+    name = {"linear_fc1": "gate_up_proj", "linear_fc2": "down_proj"}[linear]
+    tensor = hf[f"{layer}mlp.experts.{name}{'_bias' if kind == 'bias' else ''}"][int(number)]
+    rank, size = where.expert_tensor, where.expert_tensor_size
+    if linear == "linear_fc2":
+        return tensor if kind == "bias" else tensor.t().chunk(size, 1)[rank]
+    rows = tensor if kind == "bias" else tensor.t()
+    return torch.cat([rows[half::2].chunk(size)[rank] for half in (0, 1)])
 
 
 # Latent attention: the tensor, and the axis that tensor parallelism cuts.
@@ -119,7 +141,7 @@ def test_every_rank_holds_what_megatron_expects(name: str, sizes: Cut) -> None:
                 continue
             local = torch.zeros(parameter.local_shape(where), dtype=torch.int64)
             for copy in parameter.copies(where):
-                local[copy.local] = hf[copy.hf_name][copy.hf]
+                local[copy.local] = copy.of(hf[copy.hf_name][copy.hf])
             assert torch.equal(local, megatron_tensor(model, parameter.name, hf, where)), (parameter.name, where)
 
 
@@ -231,6 +253,13 @@ def test_rope_scaling_that_megatron_can_do_is_passed_on() -> None:
         ("gemma3", "rope_parameters", {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}),
         ("gemma3", "use_bidirectional_attention", True),
         ("gemma3", "vision_config", {}),
+        ("gpt-oss", "attention_bias", False),
+        ("gpt-oss", "swiglu_alpha", 1.5),
+        ("gpt-oss", "swiglu_limit", 0),
+        ("gpt-oss", "num_experts_per_tok", 1),
+        ("gpt-oss", "sliding_window", None),
+        ("gpt-oss", "rope_scaling", {"rope_type": "linear_by_parts", "factor": 4.0}),
+        ("gpt-oss", "hidden_act", "gelu"),
         ("mistral", "sliding_window", 0),
         ("mistral", "sliding_window", "4096"),
         ("mistral", "layer_types", ["full_attention"] * 4),
@@ -364,6 +393,15 @@ def test_uncovered_finds_every_kind_of_fault() -> None:
     assert "overlap" in str(uncovered((4,), [box((0, 2)), box((1, 3))]))
     assert "outside" in str(uncovered((4,), [box((2, 5))]))
     assert "outside" in str(uncovered((4, 6), [box((0, 4))]))
+    # Every other row, and those between.
+    even, odd = (slice(0, 4), slice(0, 5, 2)), (slice(0, 4), slice(1, 6, 2))
+    assert uncovered((4, 6), [even, odd]) is None
+    assert (
+        uncovered((4, 6), [(slice(0, 2), slice(0, 6)), (slice(2, 4), slice(0, 5, 2)), (slice(2, 4), slice(1, 6, 2))])
+        is None
+    )
+    assert "not covered" in str(uncovered((4, 6), [even]))
+    assert "overlap" in str(uncovered((4, 6), [even, even]))
 
 
 def test_large_models_are_proved_from_their_sizes_alone() -> None:
@@ -410,7 +448,7 @@ def test_a_new_family_is_one_new_file(tmp_path, monkeypatch: pytest.MonkeyPatch)
     model.prove(2)
     assert model.family == "toy"
     assert model.parameter("decoder.layers.3.self_attention.linear_proj.weight").hf_names == ("h.3.out",)
-    assert len(known_families()) == 14
+    assert len(known_families()) == 15
 
 
 def test_a_map_is_made_without_loading_torch() -> None:

@@ -18,9 +18,9 @@ from tests.distributed import free_port, outcomes
 from tests.megatron.harness import Layout
 from tests.megatron.layouts import Job, Outcome, outcome, run_jobs, transformers_reference
 
-FAMILIES = ("qwen3-moe", "deepseek", "mixtral", "deepseek-v2", "glm4-moe")
+FAMILIES = ("qwen3-moe", "deepseek", "mixtral", "deepseek-v2", "glm4-moe", "gpt-oss")
 SHORT = ("qwen3-moe", "deepseek")  # the families of the short form
-ONCE = {"glm4-moe": "ep2"}  # and those of which one layout is in it
+ONCE = {"glm4-moe": "ep2", "gpt-oss": "tp2 sp ep2"}  # and those of which one layout is in it
 LAYOUTS = {
     "one rank": Layout(),
     "small micro-batches": Layout(micro_batch_tokens=20, chunk=7),

@@ -173,11 +173,14 @@ def weights_of(model: Any) -> dict[str, torch.Tensor]:
 
 
 def adamw(model: Any, config: schema.OptimizerConfig = OPTIMIZER) -> torch.optim.AdamW:
-    """torch's, without decay on norms and biases."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    """torch's, without decay on norms and biases, though transformers may hold those of all experts in one tensor."""
+    decayed: dict[bool, list] = {True: [], False: []}
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            decayed[p.dim() > 1 and not name.endswith("bias")].append(p)
     groups = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+        {"params": decayed[True], "weight_decay": config.weight_decay},
+        {"params": decayed[False], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
 
@@ -281,7 +284,7 @@ def compare(
             # A key's bias shifts all of a query's scores alike, so its gradient is 0 but for rounding: a scale that is not.
             floor = 1e-2 * largest if copy.hf_name.endswith("k_proj.bias") else 0.0
             scale = max(scales[copy.hf_name], floor)
-            distance = float((values[copy.local] - want[copy.hf_name][copy.hf]).abs().max())
+            distance = float((values[copy.local] - copy.of(want[copy.hf_name][copy.hf])).abs().max())
             # Of an expert that no token chose every element is exactly 0.
             distance = distance / scale if scale else math.inf * distance if distance else 0.0
             replica = parameter.replica(place)

@@ -29,10 +29,11 @@ def told(family: str, context: int) -> list[str]:
 @pytest.mark.usefixtures("with_engine")
 def test_a_run_is_refused_with_the_layout_that_asks_for_it() -> None:
     for family in RECIPES:
-        capped, windowed = family == "gemma2", family in ("mistral", "gemma2", "gemma3")
+        capped, windowed = family in ("gemma2", "gpt-oss"), family in ("mistral", "gemma2", "gemma3", "gpt-oss")
         assert len(told(family, 1)) == capped, family
         assert len(told(family, 2)) == capped + windowed, family
     assert told("gemma2", 1)[0].startswith("actor.parallel: a model of type gemma2 " + CAPS)
+    assert "has attention sinks" in told("gpt-oss", 1)[0]
     assert WINDOWS in told("gemma3", 2)[0]
 
 

@@ -69,7 +69,8 @@ def test_nothing_in_it_hides_a_mistake(family: str, made: dict[str, Path]) -> No
     sizes = [size for size in sizes if size]
     assert len(set(sizes)) == len(sizes) - (dims.q == dims.hidden), sizes
     assert (dims.q == dims.hidden) == family.startswith("qwen2")
-    assert model.check_layout(2, 2, 2 if model.has_experts else 1, sequence=True) == []
+    whole = 1 if family == "gpt-oss" else None  # Megatron cannot cut experts with biases
+    assert model.check_layout(2, 2, 2 if model.has_experts else 1, whole, sequence=True) == []
     assert dims.vocab % 2 == 1
     for name, tensor in load_file(made[family] / "model.safetensors").items():
         assert tensor.std() > 0.05, name
