@@ -61,9 +61,16 @@ def _cuts(config: dict[str, Any]) -> list[tuple[int, int, int]]:
     return [(tp, ep, etp) for tp, ep, etp in sizes if not model.check_layout(tp, 1, ep, etp)]
 
 
+# Variants that differ little from another one: left to the long form of the tests.
+_SLOW = ("glm", "glm4-wide", "glm4-moe-plain", "gemma2-untied")
 # What a checkpoint is cut into: the sizes of the three axes that cut tensors.
 LAYOUTS = [
-    pytest.param(name, Cut(tensor_size=tp, expert_size=ep, expert_tensor_size=etp), id=f"{name}-tp{tp}-ep{ep}-etp{etp}")
+    pytest.param(
+        name,
+        Cut(tensor_size=tp, expert_size=ep, expert_tensor_size=etp),
+        id=f"{name}-tp{tp}-ep{ep}-etp{etp}",
+        marks=pytest.mark.slow if name in _SLOW else (),
+    )
     for name, config in CONFIGS.items()
     for tp, ep, etp in _cuts(config)
 ]
