@@ -9,11 +9,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
+from megarl.bridge.hf_io import copy_companions
 from megarl.errors import RunError, UserError
 
 
-def save(folder: Path, role: str, engine: Any, place: Any) -> dict[str, int]:
-    """Collective over the ranks of the role. Answers with the sizes of the files that this rank wrote, by path in `folder`."""
+def save(folder: Path, role: str, engine: Any, place: Any, source: Path) -> dict[str, int]:
+    """`source`: the Hugging Face folder that the role began with, whose config and tokenizer go beside the actor's weights. Collective over the ranks of the role. Answers with the sizes of the files that this rank wrote, by path in `folder`."""
     from megarl.megatron import dist_checkpoint
 
     dist_checkpoint.save(folder / role, engine.chunks, optimizer=engine.optimizer)
@@ -23,6 +24,8 @@ def save(folder: Path, role: str, engine: Any, place: Any) -> dict[str, int]:
         save_file(_own(engine), beside, {"layout": str(place)})
         mine = [folder / role / f"__{place.rank}_0.distcp", beside]
         if place.rank == 0:
+            if role == "actor":
+                copy_companions(source, folder / role, engine.config.params_dtype, {})
             mine += [path for path in sorted((folder / role).iterdir()) if path.suffix != ".distcp"]
         return {str(path.relative_to(folder)): path.stat().st_size for path in mine}
     except (OSError, SafetensorError) as error:

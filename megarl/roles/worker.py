@@ -158,7 +158,7 @@ class Worker:
         from megarl.roles import saving
 
         with self.roles.learning(role) as engine:
-            return saving.save(Path(folder), role, engine, self.place)
+            return saving.save(Path(folder), role, engine, self.place, Path(getattr(self.models, role)))
 
     def load(self, folder: str, role: str) -> bool:
         """Fill a role from a checkpoint; whether what is a rank's alone came back too."""

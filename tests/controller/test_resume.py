@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megarl.cli import main
 from tests.controller.runs import LEARNABLE, Run
 
 COMMON = (*LEARNABLE, "run.steps=4", "rollout.n=4", "data.eval=null", "observe.progress=false")
@@ -115,6 +116,14 @@ def test_killed_and_gone_on_it_is_the_same_run(whole: Whole, tmp_path: Path) -> 
     assert "goes on after step 2" in run.out
     assert json.loads((folder / "summary.json").read_text())["status"] == "finished"
     assert sorted(p.name for p in folder.glob("config*.yaml")) == ["config.until-step-2.yaml", "config.yaml"]
+    converted = tmp_path / "converted"
+    assert (
+        main(["convert", "megatron-to-hf", f"{folder}/checkpoints/step-000004/actor", str(converted), "--quiet"]) == 0
+    )
+    exported = load_file(folder / "model" / "model.safetensors")
+    again = {name: tensor for file in converted.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    assert exported.keys() == again.keys()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in exported.items())
     steps = [json.loads(line)["step"] for line in (folder / "samples.jsonl").read_text().splitlines()]
     assert steps == sorted(steps) and set(steps) == {1, 2, 3, 4} and steps.count(3) == 16
 
