@@ -14,7 +14,8 @@ from megarl.errors import RunError, UserError
 
 
 def save(folder: Path, role: str, engine: Any, place: Any, source: Path) -> dict[str, int]:
-    """`source`: the Hugging Face folder that the role began with, whose config and tokenizer go beside the actor's weights. Collective over the ranks of the role. Answers with the sizes of the files that this rank wrote, by path in `folder`."""
+    """Collective over the ranks of the role. Answers with the sizes of the files that this rank wrote, by path in `folder`. `source`: the
+    Hugging Face folder that the role began with, whose config and tokenizer go beside the actor's weights."""
     from megarl.megatron import dist_checkpoint
 
     dist_checkpoint.save(folder / role, engine.chunks, optimizer=engine.optimizer)
@@ -26,7 +27,7 @@ def save(folder: Path, role: str, engine: Any, place: Any, source: Path) -> dict
         if place.rank == 0:
             if role == "actor":
                 copy_companions(source, folder / role, engine.config.params_dtype, {})
-            mine += [path for path in sorted((folder / role).iterdir()) if path.suffix != ".distcp"]
+            mine += [path for path in sorted((folder / role).iterdir()) if path.is_file() and path.suffix != ".distcp"]
         return {str(path.relative_to(folder)): path.stat().st_size for path in mine}
     except (OSError, SafetensorError) as error:
         raise RunError(f"{beside.parent} could not be written: {getattr(error, 'strerror', None) or error}") from error
