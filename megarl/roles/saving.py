@@ -14,8 +14,8 @@ from megarl.errors import RunError, UserError
 
 
 def save(folder: Path, role: str, engine: Any, place: Any, source: Path) -> dict[str, int]:
-    """Collective over the ranks of the role. Answers with the sizes of the files that this rank wrote, by path in `folder`. `source`: the
-    Hugging Face folder that the role began with, whose config and tokenizer go beside the actor's weights."""
+    """Collective over the ranks of the role. Answers with the sizes of the files that this rank wrote, by path in `folder`.
+    `source`: the Hugging Face folder that the role began with, whose config and tokenizer go beside the actor's weights."""
     from megarl.megatron import dist_checkpoint
 
     dist_checkpoint.save(folder / role, engine.chunks, optimizer=engine.optimizer)
