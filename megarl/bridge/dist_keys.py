@@ -81,7 +81,7 @@ def extra_states(model: ModelMap) -> list[str]:
 
 def _candidates(model: ModelMap, parameter: Parameter) -> Iterator[list[Slot]]:
     """The likeliest first: what `written` says."""
-    halved = parameter.name.endswith("linear_fc1.weight")
+    halved = parameter.name.endswith(("linear_fc1.weight", "linear_fc1.bias"))
     by_layers = (model.has_experts, not model.has_experts)
     for name in dict.fromkeys((parameter.te_name, parameter.name)):
         for by_layer in by_layers if parameter.layer is not None else (True,):
