@@ -180,6 +180,12 @@ CASES = {
         "reference.parallel.ranks=1",
         said="algorithm.kl_estimator=full needs the reference's output layer beside the actor's, and reference.parallel gives",
     ),
+    "whole KL to a reference that caps its logits": bad(
+        "reference.path=tiny-gemma2",
+        "algorithm.kl_coefficient=0.1",
+        "algorithm.kl_estimator=full",
+        said="algorithm.kl_estimator=full caps the reference's logits as the policy's, at None, and the reference's are capped at 4.0",
+    ),
     "KL over more tokens than there are": bad(
         "algorithm.kl_coefficient=0.1",
         "algorithm.kl_estimator=top_k",
