@@ -64,8 +64,8 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, eps):
         wide = x.float()
-        inverse = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        inverse.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        # Not a norm's square: its root would round once more.
+        inverse = torch.linalg.vecdot(wide, wide).unsqueeze_(-1).div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, inverse)
         return (wide * inverse).mul_(weight.float()).to(x.dtype)
 
