@@ -13,6 +13,7 @@ import torch
 from megarl.bridge.model_map import ModelMap
 from megarl.bridge.torch_dist import DistReader
 from megarl.convert.hf_to_megatron import hf_to_megatron
+from megarl.convert.inspect import inspect
 from megarl.convert.megatron_to_hf import megatron_to_hf
 from megarl.convert.verify import verify
 from megarl.models.heads import make_tiny_reward
@@ -86,6 +87,8 @@ RESUMED = {
     "qwen3: plain optimizer, to dp2 plain": ("qwen3", Layout(distributed=False), Layout(data=2, distributed=False)),
     "qwen2-untied: pp2 vpp2, to dp2": ("qwen2-untied", Layout(pipeline=2, virtual=2), Layout(data=2)),
     "qwen3-moe: ep2, to tp2": ("qwen3-moe", Layout(data=2, expert=2), EXPERTS["tp2 sp"]),
+    "qwen3 in bfloat16: dp2, to tp2": ("qwen3", Layout(data=2), Layout(tensor=2)),
+    "qwen3 in bfloat16, plain optimizer: tp2, to dp2": ("qwen3", Layout(tensor=2), Layout(data=2)),
 }
 
 
@@ -94,11 +97,12 @@ RESUMED = {
 )
 def test_training_goes_on_as_if_it_had_not_stopped(case: str, tmp_path: Path) -> None:
     family, layout, other = RESUMED[case]
+    dtype, far = ("bfloat16", 0.05) if "bfloat16" in case else ("float32", 1e-5)
     folder = make_tiny(family, tmp_path / "hf")
 
     def run(name: str, on: Layout, first: int, last: int, start: str | None = None) -> Any:
         start = None if start is None else str(tmp_path / start)
-        job = resume_jobs.Job(on, str(folder), free_port(), first, last, start, str(tmp_path / name))
+        job = resume_jobs.Job(on, str(folder), free_port(), first, last, start, str(tmp_path / name), dtype)
         return run_ranks(on.world, resume_jobs.run_jobs, [job])[0][0]
 
     run("straight", layout, 0, 4)
@@ -107,9 +111,12 @@ def test_training_goes_on_as_if_it_had_not_stopped(case: str, tmp_path: Path) ->
     run("elsewhere", other, 2, 4, "half")
     assert furthest(tmp_path / "straight", tmp_path / "resumed") == (0.0, 0.0)
     weights, states = furthest(tmp_path / "straight", tmp_path / "elsewhere")
-    assert weights < 1e-5
-    assert states < 1e-5
+    assert weights < far
+    assert states < far
     assert furthest(tmp_path / "straight", tmp_path / "half")[0] > 1e-3
+    back = megatron_to_hf(tmp_path / "straight", tmp_path / "back", config=folder, show=False)
+    assert verify(tmp_path / "straight", back, config=folder, show=False).differences == []
+    assert "tensors of state" in inspect(tmp_path / "straight", folder)[-1]
 
 
 @pytest.mark.parametrize("shape", [(7,), (5, 3), (4, 1), (1, 6), (3, 2, 5)])
