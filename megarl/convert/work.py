@@ -37,7 +37,7 @@ def target_dtypes(
 
 
 class Scratch:
-    """One stretch of memory as tensors of any shape, each with a storage of just its size; one at a time."""
+    """One stretch of memory as tensors of any shape, one at a time: memory that is used again need not be cleared again."""
 
     def __init__(self, size: int):
         self._memory = mmap.mmap(-1, max(1, size))
