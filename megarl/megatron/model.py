@@ -239,10 +239,15 @@ def _chunk(model_map: ModelMap, place: Place, config: TransformerConfig, number:
             # Megatron takes experts for ordinary parameters where expert parallelism is 1, though with another tensor
             # parallelism for them their gradients are summed over other ranks.
             tensor.allreduce = place.expert_size == 1 and place.expert_tensor_size == place.tensor_size
+            # Sums over the ranks that have the same part are all that experts need. Megatron marks the bias of the second matrix
+            # for sequence parallelism too, which would mix the gradients of different experts.
+            tensor.sequence_parallel = False
         # Megatron marks split parameters while it initialises them, which is left out here. Without the marks the gradient
         # norm would count the first rank's part only.
         if not hasattr(tensor, "tensor_model_parallel"):  # Transformer Engine marks its own
-            set_tensor_model_parallel_attributes(tensor, not parameter.replicated, parameter.split.value or 0, 1)
+            # A bias of an expert is whole on its rank, and another's on the next tensor-parallel one: each counts.
+            split = not parameter.replicated or parameter.expert is not None
+            set_tensor_model_parallel_attributes(tensor, split, parameter.split.value or 0, 1)
     if not config.bf16:
         return model
     wrapped = Float16Module(config, model)
