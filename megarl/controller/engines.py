@@ -23,7 +23,7 @@ from megarl.controller.workers import interface
 from megarl.errors import RunError
 from megarl.reshard.bucket import BucketSpec, BucketTensor
 from megarl.reshard.link import Meeting, Regions
-from megarl.reshard.stream import Stream
+from megarl.reshard.stream import Control, Stream
 from megarl.reshard.transfer import Receivers
 from megarl.rollout.engine import Engine, EngineLost
 from megarl.rollout.group import begin
@@ -163,21 +163,28 @@ class EngineGroup:
     def ranks(self) -> int:
         return len(self._updating) * self.size
 
-    def load_stream(self, stream: Stream, gone: Callable[[int], None]) -> None:
-        """An engine that is lost is no longer waited for, and the others go on."""
-        places = {
-            slot.actor.load_stream.remote(stream, at * self.size): (at, slot) for at, slot in enumerate(self._updating)
-        }
-        pending = list(places)
-        while pending:
-            done, pending = ray.wait(pending, num_returns=1, timeout=self.config.cluster.worker_timeout)
-            for reference in done or pending:  # where none has answered in time, that is found out of each
-                at, slot = places[reference]
-                if not self._answers([slot], [reference], "weight update"):
-                    self._updating.remove(slot)
-                    for rank in range(self.size):
-                        gone(at * self.size + rank)
-            pending = pending if done else []
+    def load_stream(self, stream: Stream, control: Control) -> None:
+        """An engine that is lost, or holds the others up for so long that it must hang, is no longer waited for."""
+        slots = list(self._updating)
+        calls = {slot.actor.load_stream.remote(stream, at * self.size): at for at, slot in enumerate(slots)}
+        before: list[tuple[int, int]] = []
+        while calls:
+            done, _ = ray.wait(list(calls), num_returns=1, timeout=self.progress_timeout)
+            lost = set()
+            for call in done:
+                at = calls.pop(call)
+                if not self._answers([slots[at]], [call], "weight update"):
+                    lost.add(at)
+            hanging = [] if done else control.holding_up()
+            for at in {rank // self.size for rank, _ in hanging} if hanging == before else ():
+                calls = {call: place for call, place in calls.items() if place != at}
+                self.lose(slots[at], EngineLost(f"it took no weights for {self.progress_timeout:.0f} s"))
+                lost.add(at)
+            before = hanging
+            for at in lost:
+                self._updating.remove(slots[at])
+                for rank in range(at * self.size, (at + 1) * self.size):
+                    control.loaded(rank)
 
     def link(self, meeting: Meeting, sources: list[Regions], plan: list[list[BucketTensor]]) -> Any:
         first = range(meeting.sources, meeting.world, self.size)
@@ -317,7 +324,7 @@ class _One:
     def ranks(self) -> int:
         return self._group.size
 
-    def load_stream(self, stream: Stream, gone: Callable[[int], None]) -> None:
+    def load_stream(self, stream: Stream, control: Control) -> None:
         self._call("load_stream", stream, 0)
 
     def link(self, meeting: Meeting, sources: list[Regions], plan: list[list[BucketTensor]]) -> object:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -39,8 +39,8 @@ class StreamReceivers(Receivers, Protocol):
     def ranks(self) -> int:
         """Of all engines that take part in this update together."""
 
-    def load_stream(self, stream: Stream, gone: Callable[[int], None]) -> None:
-        """Have every engine load every bucket. `gone` is told the numbers of ranks of an engine that was lost over it."""
+    def load_stream(self, stream: Stream, control: Control) -> None:
+        """Have every engine load every bucket. Of an engine that is lost over it, `control` is told that its ranks are gone."""
 
 
 class Colocated(Transfer):
@@ -90,7 +90,7 @@ class Colocated(Transfer):
         with ThreadPoolExecutor(1) as beside:
             writing = beside.submit(write)
             try:
-                receivers.load_stream(stream, control.loaded)
+                receivers.load_stream(stream, control)
             except BaseException:
                 ranks_failed = writing.done() and writing.exception() is not None
                 control.abandon()

@@ -64,6 +64,13 @@ class Control:
         """Without a count: it is gone, and nobody is to wait for it."""
         self._numbers[1 + self._stream.writers + loader] = count
 
+    def holding_up(self) -> list[tuple[int, int]]:
+        """Loaders for which everybody waits, with how many buckets they have loaded: less than are written, and none has fewer."""
+        first = 1 + self._stream.writers
+        written = min(self._numbers[1:first], default=0)
+        loaded = list(self._numbers[first:])
+        return [(loader, count) for loader, count in enumerate(loaded) if count == min(loaded) < written]
+
     def abandon(self) -> None:
         """Let everybody who waits, or will, fail."""
         self._numbers[0] = 1

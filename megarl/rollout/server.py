@@ -54,7 +54,7 @@ class Server:
         self.model_path = model_path
         self.stop_token_ids = end_tokens(Path(model_path))
         self.ranks = int(extra.get("tp_size", 1))  # processes of the engine that hold weights
-        if not has_cuda():
+        if self.ranks > 1 and not has_cuda():
             os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _cores(self.ranks))
         self.engine = _Quiet(**engine_arguments(model_path, dtype, max_total_tokens, seed, extra))
         limits = self.engine._scheduler_init_result.scheduler_infos[0]

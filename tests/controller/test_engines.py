@@ -20,16 +20,20 @@ from safetensors.torch import load_file
 
 from megarl import config
 from megarl.batch import Batch, Level, Prompt
+from megarl.bridge.model_map import ModelMap
 from megarl.controller.cluster import cluster
 from megarl.controller.engines import EngineGroup
 from megarl.controller.rollout import Generated, GroupSelection
 from megarl.errors import RunError
 from megarl.models.tiny import make_tiny
 from megarl.reshard.bucket import BucketSpec
+from megarl.reshard.colocated import Colocated
 from megarl.reshard.fingerprint import fingerprint
+from megarl.reshard.stream import Stream
 from megarl.rollout import session
 from megarl.rollout.sampling import Sampling
 from tests.controller.runs import CONFIG, processes
+from tests.reshard.whole import Whole
 
 LONG = Sampling(n=4, max_new_tokens=200, temperature=1.0)
 
@@ -289,6 +293,37 @@ def test_lost_in_a_weight_update(crew):
     scores = engines.score([[5, 6, 7, 8]])  # asks all: waits for the one that comes back, and gives it the weights
     assert scores[0][0] == pytest.approx(scores[1][0], abs=1e-6)
     assert crew.weights.given[-2:] == [3, 3] and len(crew.notes) == 1
+
+
+class _Spoiling(Whole):
+    """Sends an engine's scheduler a signal when the weights are on their way to it."""
+
+    def __init__(self, folder: Path, pid: int, number: int):
+        super().__init__(folder)
+        self.spoil = lambda: os.kill(pid, number)
+
+    def write_stream(self, stream: Stream) -> list[dict[str, int]]:
+        self.spoil()
+        return super().write_stream(stream)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_engine_that_is_lost_while_it_takes_weights_holds_nobody_up(crew, number):
+    crew.fresh()
+    crew.weights.use(crew.other, 4)  # what one that is started anew is given
+    transfer = Colocated(ModelMap.from_hf(crew.other), dtype="float32", bucket_bytes=100_000, verify="off")
+    try:
+        transfer.push(_Spoiling(crew.other, crew.pids(1)["scheduler"], number), crew.engines, 4)
+    finally:
+        transfer.close()
+    samples = crew.engines.generate(prompts(6), Sampling(n=2, max_new_tokens=8), "@4")
+    check_whole(samples, prompts(6), 2)
+    assert {sample.weight_version for sample in samples} == {4}
+    assert crew.engines.restarts == 1 and crew.weights.given[-1] == 4
+    for sample in samples:
+        exact = log_probs(crew.other, sample.prompt_ids, sample.response_ids)
+        assert (exact - torch.tensor(sample.rollout_log_probs)).abs().max() <= 1e-5
 
 
 @pytest.mark.slow

@@ -39,8 +39,7 @@ def engines_of(folder: Path, ranks: int) -> Iterator[EngineGroup]:
     cfg = config.load(CONFIG, [f"model.path={folder}", f"rollout.engine={{tp_size: {ranks}}}"])
     engines = EngineGroup(cfg, folder)
     try:
-        engines.ready()
-        yield engines
+        yield engines  # which start beside whatever starts meanwhile
     finally:
         engines.shutdown()
 
@@ -64,6 +63,8 @@ def check_syncs(folder: Path, layout: dict[str, int | bool], engines: list[Engin
         actor.start()
         actor.ready()
         for group in engines:
+            if any(slot.starting is not None for slot in group.slots):
+                group.ready()
             for kind in TRANSPORTS:
                 cfg.reshard.transport, cfg.reshard.bucket_mb = kind, 1
                 moving = transport(cfg, prepared.model, prepared.folder, scratch / "weights")

@@ -36,8 +36,7 @@ class Receiver:
         joining.start()
         return joining
 
-    def load_stream(self, stream: Stream, gone: Callable[[int], None]) -> None:
-        control = Control(stream)
+    def load_stream(self, stream: Stream, control: Control) -> None:
         for number, bucket in enumerate(stream.buckets):
             control.wait_written(number + 1)
             self.loaded(bucket)

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 from threading import Timer
 
@@ -70,25 +69,29 @@ def test_an_engine_that_refuses_is_named_though_ranks_wait_for_it(folder) -> Non
 
 
 class _OneOfTwo(Receiver):
-    """The other engine is lost after a while."""
+    """The other engine takes nothing, and is given up after a while."""
+
+    lost: list[tuple[int, int]]
 
     def ranks(self) -> int:
         return 2
 
-    def load_stream(self, stream: Stream, gone: Callable[[int], None]) -> None:
-        timer = Timer(0.2, lambda: gone(1))
+    def load_stream(self, stream: Stream, control: Control) -> None:
+        timer = Timer(0.2, lambda: (self.lost.extend(control.holding_up()), control.loaded(1)))
         timer.start()
-        super().load_stream(stream, gone)
+        super().load_stream(stream, control)
         timer.join()
 
 
 def test_an_engine_that_is_lost_is_not_waited_for(folder) -> None:
     colocated, whole, receiver = transfer(folder("tp2")), Whole(folder("tp2")), _OneOfTwo()
+    receiver.lost = []
     colocated._verify = "off"
     try:
         colocated.push(whole, receiver, 1)
     finally:
         colocated.close()
+    assert receiver.lost == [(1, 0)]  # it held everybody up
     assert len(receiver.buckets) > 2  # more than there are places: the ranks had to go on without it
     assert all(torch.equal(receiver.tensors[name], tensor) for name, tensor in whole.tensors.items())
 
