@@ -154,8 +154,8 @@ class EngineGroup:
         self._updating = list(self.slots)
         self._update("begin_update", version)
 
-    def load(self, bucket: BucketSpec) -> Any:
-        return [(slot, slot.actor.load_bucket.remote(bucket)) for slot in self._updating]
+    def load(self, buckets: Sequence[BucketSpec]) -> Any:
+        return [(slot, slot.actor.load_buckets.remote(buckets)) for slot in self._updating]
 
     def members(self) -> tuple[object, ...]:
         return tuple((slot.number, slot.starts) for slot in self._updating)
@@ -315,8 +315,8 @@ class _One:
     def begin_update(self, version: int) -> None:
         self._call("begin_update", version)
 
-    def load(self, bucket: BucketSpec) -> object:
-        return self._slot.actor.load_bucket.remote(bucket)
+    def load(self, buckets: Sequence[BucketSpec]) -> object:
+        return self._slot.actor.load_buckets.remote(buckets)
 
     def members(self) -> tuple[object, ...]:
         return ((self._slot.number, self._slot.starts),)

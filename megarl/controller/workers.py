@@ -128,11 +128,8 @@ class WorkerGroup:
     def link(self, meeting: Meeting) -> None:
         self._all("link", "linking ranks and engines", meeting)
 
-    def send(self, bucket: BucketSpec) -> list[dict[str, int]]:
-        return self._all("send", "sending weights", bucket)
-
-    def flush(self) -> None:
-        self._all("flush", "sending weights")
+    def send(self, buckets: Sequence[BucketSpec]) -> list[dict[str, int]]:
+        return self._all("send", "sending weights", list(buckets))
 
     def save(self, folder: Path, role: str) -> dict[str, int]:
         """Write a role to a checkpoint; sizes of its files by path in the folder."""

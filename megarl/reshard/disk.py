@@ -71,11 +71,8 @@ class Disk(Transfer):
             raise RunError(f"weight sync: {error}") from None
         except OSError as error:
             raise RunError(f"weight sync: {target} cannot be written: {error.strerror or error}") from error
-        tokens = [
-            receivers.load(replace(spec, path=str(target / name))) for name, (spec, _) in zip(names, files, strict=True)
-        ]
-        for token in tokens:
-            receivers.loaded(token)
+        there = [replace(spec, path=str(target / name)) for name, (spec, _) in zip(names, files, strict=True)]
+        receivers.loaded(receivers.load(there))
         self._remove(keep=target)
         return shares
 

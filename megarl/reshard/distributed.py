@@ -26,11 +26,8 @@ class Senders(Writers, Protocol):
 
     def link(self, meeting: Meeting) -> None: ...
 
-    def send(self, bucket: BucketSpec) -> list[dict[str, int]]:
-        """Begin to send; each rank's shares of the fingerprints that the bucket asks for."""
-
-    def flush(self) -> None:
-        """Return when everything has been taken."""
+    def send(self, buckets: Sequence[BucketSpec]) -> list[dict[str, int]]:
+        """Return when everything has been taken: each rank's shares of the fingerprints that the buckets ask for."""
 
 
 class LinkedReceivers(Receivers, Protocol):
@@ -74,17 +71,10 @@ class Distributed(Transfer):
         if members != self._joined:
             self._join(shards, receivers)
         self._joined = None  # whatever fails from here on leaves messages that nobody takes
-        shares: list[dict[str, int]] = []
-        loading: list[object] = []
-        for number, bucket in enumerate(buckets):
-            if number > 1:
-                receivers.loaded(loading[number - 2])
-            placed = replace(bucket, number=number)
-            loading.append(receivers.load(placed))
-            shares += shards.send(placed)
-        for token in loading[-2:]:
-            receivers.loaded(token)
-        shards.flush()
+        numbered = [replace(bucket, number=number) for number, bucket in enumerate(buckets)]
+        loading = receivers.load(numbered)
+        shares = shards.send(numbered)
+        receivers.loaded(loading)
         self._joined = members
         return shares
 

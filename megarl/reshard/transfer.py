@@ -31,8 +31,8 @@ class Receivers(Protocol):
 
     def begin_update(self, version: int) -> None: ...
 
-    def load(self, bucket: BucketSpec) -> object:
-        """Start loading; the answer is waited for with `loaded`."""
+    def load(self, buckets: Sequence[BucketSpec]) -> object:
+        """Start loading, one after the other; the answer is waited for with `loaded`."""
 
     def loaded(self, token: object) -> None: ...
 

@@ -80,11 +80,15 @@ class ShardWriter:
         }
 
     @torch.no_grad()
-    def send(self, bucket: BucketSpec, outlet: Outlet) -> dict[str, int]:
-        """Begin to send this rank's part of a bucket; its shares of the fingerprints that the bucket asks for."""
-        held = [item.name for item in bucket.tensors if item.name in self._slices]
-        outlet.send(bucket.tensors, {name: [p.tensor[p.copy.local] for p in self._slices[name]] for name in held})
-        return self._shares(bucket)
+    def send(self, buckets: Sequence[BucketSpec], outlet: Outlet) -> dict[str, int]:
+        """Send this rank's part of buckets, one after the other; its shares of the fingerprints that they ask for."""
+        shares: dict[str, int] = {}
+        for bucket in buckets:
+            held = [item.name for item in bucket.tensors if item.name in self._slices]
+            outlet.send(bucket.tensors, {name: [p.tensor[p.copy.local] for p in self._slices[name]] for name in held})
+            shares |= self._shares(bucket)  # while it is under way
+        outlet.flush()
+        return shares
 
     @torch.no_grad()
     def fingerprints(self, names: Iterable[str], dtype: torch.dtype) -> dict[str, int]:

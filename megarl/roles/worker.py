@@ -144,14 +144,10 @@ class Worker:
 
         self.outlet = Outlet(meeting, self.place.rank, self.regions())
 
-    def send(self, bucket: BucketSpec) -> dict[str, int]:
-        """As `write`, over the link."""
+    def send(self, buckets: list[BucketSpec]) -> dict[str, int]:
+        """As `write_stream`, over the link; returns when all has been taken."""
         with self.roles.looking("actor"):
-            return self.writers["actor"].send(bucket, self.outlet)
-
-    def flush(self) -> None:
-        """Return when all that was sent has been taken."""
-        self.outlet.flush()
+            return self.writers["actor"].send(buckets, self.outlet)
 
     def save(self, folder: str, role: str) -> dict[str, int]:
         """Write this rank's part of a role to a checkpoint; sizes of the files it wrote, by path in the folder."""

@@ -150,15 +150,15 @@ class Engine:
         """Open a weight update. Until `end_update` has succeeded the engine refuses to generate."""
         self._call("begin_update", version)
 
-    def load_bucket(self, bucket: BucketSpec) -> None:
-        """Copy a bucket's tensors into the engine's weights. The file may be reused or removed afterwards.
+    def load_buckets(self, buckets: Sequence[BucketSpec]) -> None:
+        """Copy the tensors of buckets into the engine's weights. Their files may be reused or removed afterwards.
 
         Raises RunError naming the tensor that the model does not have, or has in another shape or dtype.
         """
-        self._call("load_bucket", bucket)
+        self._call("load_buckets", list(buckets))
 
     def load_stream(self, stream: Stream, first: int) -> None:
-        """`load_bucket` of every bucket as soon as it is written, this engine's ranks as loaders `first` and on."""
+        """`load_buckets`, each as soon as it is written, this engine's ranks as loaders `first` and on."""
         self._call("load_stream", stream, first, timeout=stream.timeout + self._progress_timeout)
 
     def link(self, meeting: Meeting, first: int, sources: list[Regions], plan: list[list[BucketTensor]]) -> None:

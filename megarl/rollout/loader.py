@@ -30,9 +30,9 @@ FORMAT = "megarl.rollout.loader.load"
 _inlet: Inlet | None = None  # of this scheduler, where weights come as messages
 
 
-def bucket_request(bucket: BucketSpec) -> str:
-    """Load a bucket."""
-    return json.dumps({"bucket": bucket.to_json()})
+def buckets_request(buckets: Sequence[BucketSpec]) -> str:
+    """Load buckets, one after the other."""
+    return json.dumps({"buckets": [bucket.to_json() for bucket in buckets]})
 
 
 def stream_request(stream: Stream, first: int) -> str:
@@ -106,8 +106,8 @@ def load(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) 
 
 def _done(model: torch.nn.Module, request: dict[str, Any], rank: int) -> dict[str, Any]:
     global _inlet
-    if "bucket" in request:
-        return load_buckets(model, [BucketSpec.from_json(request["bucket"])], None, 0)
+    if "buckets" in request:
+        return load_buckets(model, [BucketSpec.from_json(text) for text in request["buckets"]], None, 0)
     if "stream" in request:
         stream = Stream.from_json(request["stream"])
         return load_buckets(model, stream.buckets, Control(stream), request["first"] + rank)

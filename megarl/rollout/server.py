@@ -151,8 +151,8 @@ class Server:
     def link(self, meeting: Meeting, first: int, sources: list[Regions], plan: list[list[BucketTensor]]) -> None:
         self._ask(loader.link_request(meeting, first, sources, plan))
 
-    def load_bucket(self, bucket: BucketSpec) -> None:
-        self._take(loader.bucket_request(bucket), [bucket])
+    def load_buckets(self, buckets: Sequence[BucketSpec]) -> None:
+        self._take(loader.buckets_request(buckets), buckets)
 
     def load_stream(self, stream: Stream, first: int) -> None:
         self._take(loader.stream_request(stream, first), stream.buckets)

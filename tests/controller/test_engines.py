@@ -59,7 +59,7 @@ class Weights:
         for name, view in spec.views().items():
             view.copy_(self.tensors[name])
         receivers.begin_update(self.version)
-        receivers.loaded(receivers.load(spec))
+        receivers.loaded(receivers.load([spec]))
         for prints in receivers.end_update():
             assert prints == {name: fingerprint(t) for name, t in self.tensors.items()}
         self.given.append(self.version)

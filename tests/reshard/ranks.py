@@ -59,11 +59,8 @@ class Ranks:
     def link(self, meeting: Meeting) -> None:
         self._all("link", meeting)
 
-    def send(self, bucket: BucketSpec) -> list[dict[str, int]]:
-        return self._all("send", bucket)
-
-    def flush(self) -> None:
-        self._all("flush")
+    def send(self, buckets: Sequence[BucketSpec]) -> list[dict[str, int]]:
+        return self._all("send", list(buckets))
 
     def change(self) -> None:
         """Every weight gets another value, as after an update."""
@@ -136,21 +133,20 @@ class _Server:
     def link(self, meeting: Meeting) -> None:
         self._outlet = Outlet(meeting, self._rank, self.regions())
 
-    def flush(self) -> None:
-        self._outlet.flush()
-
-    def send(self, bucket: BucketSpec) -> dict[str, int]:
+    def send(self, buckets: list[BucketSpec]) -> dict[str, int]:
         """With what is frozen in the place of the weights, but not in that of their fingerprints."""
         outlet = self._outlet
 
         class Stale:
+            flush = outlet.flush
+
             @staticmethod
             def send(tensors: Any, slices: dict[str, Any]) -> None:
                 outlet.send(
                     tensors, slices | {n: [old for _, old in held] for n, held in self._frozen.items() if n in slices}
                 )
 
-        return self.writer.send(bucket, Stale)  # type: ignore[arg-type]
+        return self.writer.send(buckets, Stale)  # type: ignore[arg-type]
 
     def write_stream(self, stream: Stream) -> dict[str, int]:
         copy = self.writer._copy

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import Thread
 
 from torch import Tensor
@@ -39,21 +39,27 @@ class Receiver:
     def load_stream(self, stream: Stream, control: Control) -> None:
         for number, bucket in enumerate(stream.buckets):
             control.wait_written(number + 1)
-            self.loaded(bucket)
+            self.take(bucket.views())
             control.loaded(0, number + 1)
 
     def begin_update(self, version: int) -> None:
         self.versions.append(version)
         self.tensors, self.arrivals, self.buckets = {}, [], []
 
-    def load(self, bucket: BucketSpec) -> BucketSpec:
-        return bucket  # it is read as late as allowed: when its file is to be written again
+    def load(self, buckets: Sequence[BucketSpec]) -> Thread:
+        loading = Thread(target=self._load, args=(buckets,))
+        loading.start()
+        return loading
 
-    def loaded(self, token: BucketSpec | Thread) -> None:
-        if isinstance(token, Thread):
-            token.join()
-            return
-        views = token.views() if token.number is None else self._inlet.receive(token.number)
+    def _load(self, buckets: Sequence[BucketSpec]) -> None:
+        for bucket in buckets:
+            self.take(bucket.views() if bucket.number is None else self._inlet.receive(bucket.number))
+
+    def loaded(self, token: object) -> None:
+        assert isinstance(token, Thread)
+        token.join()
+
+    def take(self, views: dict[str, Tensor]) -> None:
         self.buckets.append(list(views))
         self.arrivals += views
         self.tensors |= {name: view.clone() for name, view in views.items()}

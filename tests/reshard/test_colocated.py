@@ -53,10 +53,10 @@ def test_a_rank_that_fails_is_named_though_engines_wait_for_it(folder) -> None:
 
 
 class _Refusing(Receiver):
-    def loaded(self, token: BucketSpec) -> None:
+    def take(self, views: dict[str, torch.Tensor]) -> None:
         if len(self.buckets) == 2:
             raise RunError("the engine refused")
-        super().loaded(token)
+        super().take(views)
 
 
 def test_an_engine_that_refuses_is_named_though_ranks_wait_for_it(folder) -> None:

@@ -26,8 +26,8 @@ class Looking(Receiver):
         self.folder = folder
         self.seen: list[list[str]] = []
 
-    def loaded(self, token: BucketSpec) -> None:
-        super().loaded(token)
+    def take(self, views: dict[str, torch.Tensor]) -> None:
+        super().take(views)
         self.seen.append(sorted(path.name for path in self.folder.iterdir()))
 
 

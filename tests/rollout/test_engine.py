@@ -44,7 +44,7 @@ def buckets(tensors, directory, count=3, verify=True):
 def update(engine, tensors, directory, version, **options):
     engine.begin_update(version)
     for spec in buckets(tensors, directory, **options):
-        engine.load_bucket(spec)
+        engine.load_buckets([spec])
     return engine.end_update()
 
 
@@ -217,7 +217,7 @@ def test_faults_that_fit_show_in_the_fingerprints(restored, folder, other_folder
 def test_updates_outside_of_a_bracket_are_refused(restored, folder, shared):
     engine, spec = restored, next(iter(buckets(tensors_of(folder), shared)))
     with pytest.raises(RunError, match="begin_weight_update"):
-        engine.load_bucket(spec)
+        engine.load_buckets([spec])
     with pytest.raises(RunError, match="begin_weight_update"):
         engine.end_update()
     engine.begin_update(1)
@@ -228,4 +228,4 @@ def test_updates_outside_of_a_bracket_are_refused(restored, folder, shared):
     shape = tuple(tensors_of(folder)["model.norm.weight"].shape)
     missing = BucketSpec.plan(str(shared / "missing"), [("model.norm.weight", torch.float32, shape)])
     with pytest.raises(RunError, match="No such file"):
-        engine.load_bucket(missing)
+        engine.load_buckets([missing])
