@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -23,6 +24,7 @@ from megarl.errors import RunError, UserError
 
 INDEX = "model.safetensors.index.json"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_Starts = dict[str, tuple[int, Shape, str]]  # of a file's tensors: first byte, shape, dtype in the file's words
 _KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
 SHARD_BYTES = 5_000_000_000
 # What belongs to a checkpoint besides its weights; the folder's own records (sha256.json) and documents stay behind.
@@ -39,9 +41,7 @@ class HFReader:
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
         self._files: dict[str, Any] = {}  # by file name; opened once, and mapped until the reader goes
-        self._starts: dict[
-            str, tuple[BinaryIO, dict[str, int]]
-        ] = {}  # opened again, not mapped; where each tensor begins
+        self._starts: dict[str, tuple[BinaryIO, _Starts]] = {}  # opened again, not mapped
         self._file_of = self._indexed() if (self.folder / INDEX).is_file() else self._listed()
 
     @property
@@ -67,18 +67,23 @@ class HFReader:
 
     def read(self, name: str, region: tuple[slice, ...], out: Tensor) -> None:
         """Fills `out` with a region of a tensor: whole rows of the dtype that it has straight from the file, else through the map."""
-        rows = self.shape(name)[1:]
         place = self._place(name)
-        whole = place is not None and all(s == slice(0, size) for s, size in zip(region[1:], rows, strict=True))
-        if place is None or not whole or not out.is_contiguous() or out.dtype != self.dtype(name) or out.is_cuda:
+        if place is None or not out.is_contiguous() or out.is_cuda:
             out.copy_(self.get_slice(name, region))
             return
         file, stored = place
         if file not in self._starts:
             self._starts[file] = _starts(self.folder / file)
         descriptor, starts = self._starts[file]
-        first = region[0].start * int(torch.Size(rows).numel()) * out.itemsize
-        if not read_exactly(descriptor.fileno(), starts[stored] + first, out):
+        start, shape, kind = starts[stored]
+        rows = shape[1:]
+        if DTYPES.get(kind) != out.dtype or any(
+            s.start or s.stop != size for s, size in zip(region[1:], rows, strict=True)
+        ):
+            out.copy_(self.get_slice(name, region))
+            return
+        first = region[0].start * math.prod(rows) * out.itemsize
+        if not read_exactly(descriptor.fileno(), start + first, out):
             raise UserError(f"{self.folder / file} is damaged or cut short.")
 
     def _place(self, name: str) -> tuple[str, str] | None:
@@ -167,13 +172,17 @@ class HFReader:
         return where
 
 
-def _starts(path: Path) -> tuple[BinaryIO, dict[str, int]]:
-    """A file of safetensors that was found whole, and the byte where each of its tensors begins."""
+def _starts(path: Path) -> tuple[BinaryIO, _Starts]:
+    """A file of safetensors that was found whole, and where its tensors are."""
     file = path.open("rb")
     size = int.from_bytes(file.read(8), "little")
     header = json.loads(file.read(size))
     header.pop("__metadata__", None)
-    return file, {name: 8 + size + entry["data_offsets"][0] for name, entry in header.items()}
+    found = {
+        name: (8 + size + entry["data_offsets"][0], tuple(entry["shape"]), entry["dtype"])
+        for name, entry in header.items()
+    }
+    return file, found
 
 
 class HFWriter:

@@ -20,7 +20,7 @@ from megarl.bridge.raw_io import WriteBehind, raw
 from megarl.bridge.torch_dist import COMMON, CONFIG, METADATA
 
 CHECKSUMS = "checksums.json"
-_FRAMED = 1 << 16  # bytes from which a tensor is written by itself: more than anything else in its archive
+_FRAMED = 1 << 10  # bytes from which a tensor is written by itself: more than anything else in its archive
 _BLOCK_BYTES = 4 << 20  # stays in a core's cache between reading and summing
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -67,7 +68,7 @@ def nonfinite(tensor: Tensor) -> int:
     if not tensor.numel():
         return 0
     low, high = torch.aminmax(tensor)  # NaN where one is NaN; fifty times as fast as looking at each
-    if torch.isfinite(low) and torch.isfinite(high):
+    if math.isfinite(low) and math.isfinite(high):
         return 0
     return tensor.numel() - int(torch.isfinite(tensor).sum())
 
