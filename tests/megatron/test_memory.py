@@ -22,6 +22,7 @@ from tests.megatron.memory_jobs import Case, compared, head_peak, starved, witho
 
 BOUND = 0.15
 MODELS = ("llama", "qwen2", "qwen3", "qwen3-moe", "mixtral", "deepseek", "deepseek-v2")
+MODELS += ("mistral", "glm4", "gemma2", "gemma3", "glm4-moe", "gpt-oss")
 WAYS = [("float32", "none"), ("bfloat16", "none"), ("bfloat16", "full"), ("float32", "selective")]
 TWO_RANKS = {
     "tensor": ("llama", Layout(tensor=2)),
