@@ -72,10 +72,16 @@ class Jobs:
             (f, n)
             for f in FAMILIES
             for n, layout in LAYOUTS.items()
-            if layout.world == world and is_short(f, n) == short
+            if layout.world == world and is_short(f, n) == short and fits(f, n)
         ]
         jobs = [Job(LAYOUTS[n], str(self.model(f)), str(self.reference(f)), free_port()) for f, n in wanted]
         return outcomes(world, run_jobs, dict(zip(wanted, jobs, strict=True)), outcome)
+
+
+def fits(family: str, name: str) -> bool:
+    """gpt-oss's experts have biases, which Megatron cannot cut."""
+    layout = LAYOUTS[name]
+    return family != "gpt-oss" or (layout.expert_tensor or layout.tensor) == 1
 
 
 def is_short(family: str, name: str) -> bool:
@@ -89,7 +95,12 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
 
 @pytest.mark.parametrize(
     ("family", "name"),
-    [pytest.param(f, n, marks=() if is_short(f, n) else pytest.mark.slow) for n in LAYOUTS for f in FAMILIES],
+    [
+        pytest.param(f, n, marks=[] if is_short(f, n) else [pytest.mark.slow])
+        for n in LAYOUTS
+        for f in FAMILIES
+        if fits(f, n)
+    ],
 )
 def test_a_training_step_is_that_of_transformers(
     jobs: Jobs, name: str, family: str, record_invariant: Callable[[str, float, float], None]
