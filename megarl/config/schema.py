@@ -262,7 +262,7 @@ class RolloutConfig:
 class ReshardConfig:
     transport: Literal["colocated", "distributed", "disk"] = "colocated"  # shared memory of a node; messages; a folder
     folder: str | None = None  # of transport=disk, seen by ranks and engines alike; None: weights/ in the run folder
-    bucket_mb: int = 256  # weights move in buckets of at most this size
+    bucket_mb: int = 64  # weights move in buckets of at most this size, and a larger tensor alone
     verify: Literal["full", "sampled", "off"] = "full"  # fingerprints after a sync: all, a rotating part of 1/32, none
     full_every: int = 0  # with verify=sampled, one sync of so many is proved in full; 0: the first alone
     probe: bool = False  # after every sync also compare log-probs of a probe sequence, trainer against engine
