@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,10 +46,14 @@ class Disk(Transfer):
     ):
         super().__init__(model_map, dtype=dtype, bucket_bytes=bucket_bytes, verify=verify, full_every=full_every)
         self._folder, self._source, self._dtype = folder.absolute(), source, getattr(torch, dtype)
+        self._ours = not folder.exists()
 
     def close(self) -> None:
-        """Remove what was written."""
+        """Remove what was written, and the folder if it was not there before."""
         self._remove(keep=None)
+        if self._ours:
+            with suppress(OSError):  # nothing was written, or somebody else put something there
+                self._folder.rmdir()
 
     def _move(
         self, buckets: Sequence[BucketSpec], shards: Writers, receivers: Receivers, version: int
