@@ -20,9 +20,7 @@ class RunConfig:
     root: str = "runs"  # run folders are made under here, as NAME-YYYYmmdd-HHMMSS
     steps: int = 100  # optimisation steps
     seed: int = 1  # of prompts' order and of sampling
-    resume: str = (
-        "off"  # auto: go on with the newest unfinished run of this name that has a checkpoint; or the path of a run
-    )
+    resume: str = "off"  # auto: go on with the newest unfinished run of this name; or the path of a run or checkpoint
     max_restarts: int = 0  # times a run that failed goes on from its last checkpoint by itself
 
 
