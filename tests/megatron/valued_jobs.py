@@ -100,14 +100,15 @@ def transformers_reference(kind: Kind, folder: Path, file: Path) -> None:
         flat = torch.cat([model.score(s)[p - 1 : -1, 0] for s, p in zip(states, prompts, strict=True)])
         found["values"] = flat.detach()
         batch = batch.set("values", flat.detach() + 0.4 * torch.randn(len(flat), generator=g), Level.RESPONSE)
-        batch = batch.set("returns", flat.detach() + torch.randn(len(flat), generator=g), Level.RESPONSE)
+        # Errors have a mean, so that gradients are not what is left of terms that cancel.
+        batch = batch.set("returns", flat.detach() + torch.randn(len(flat), generator=g) + 0.7, Level.RESPONSE)
         data = {name: batch.padded(name) for name in OBJECTIVE.reads}
         whole = torch.zeros(batch.response_mask.shape).masked_scatter(batch.response_mask, flat)
         result = OBJECTIVE(whole, data, denominators(data["loss_mask"]))
         loss, found["clipped"] = result.loss, float(result.sums["value_clip_fraction"])
     else:
         labels = model.config.num_labels
-        wanted = torch.randn(len(rows), generator=g) if labels == 1 else torch.arange(len(rows)) % labels
+        wanted = torch.randn(len(rows), generator=g) + 0.7 if labels == 1 else torch.arange(len(rows)) % labels
         padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD)
         lengths = batch.total_lengths[:, None]
         answer = model(padded, attention_mask=(torch.arange(padded.shape[1]) < lengths).long(), labels=wanted)
