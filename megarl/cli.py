@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     get.add_argument("name", metavar="NAME", help="a name of `megarl models list`, e.g. smollm2")
     get.set_defaults(command=_models_get, what="models get")
     tiny = models.add_parser("make-tiny", help="make a tiny random model with a small real tokenizer, for tests")
-    tiny.add_argument("family", metavar="FAMILY", help="llama, qwen2, qwen2-untied, qwen3")
+    tiny.add_argument("family", metavar="FAMILY", help="as `megarl models list` names it behind tiny-, e.g. qwen3")
     tiny.add_argument("--out", type=Path, metavar="DIR", help="the folder to make (default: ./tiny-FAMILY)")
     tiny.add_argument("--seed", type=int, default=0, help="of the random weights (default: 0)")
     tiny.set_defaults(command=_models_make_tiny, what="models make-tiny")

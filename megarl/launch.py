@@ -59,6 +59,9 @@ def _problem(given: Mapping[str, str], arguments: Sequence[str]) -> str | None:
         return "megarl.launch starts `train CONFIG [KEY=VALUE ...]`, as the megarl command takes it"
     if missing := [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in given]:
         return f"megarl.launch is started by torchrun, and {missing[0]} is not set: torchrun --nnodes N -m megarl.launch train …"
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "MEGARL_NODE_CPUS", "MEGARL_NODE_OBJECT_STORE_MB"):
+        if not given.get(name, "1").isdigit():
+            return f"{name}={given[name]} in the environment must be a whole number"
     if (count := given.get("LOCAL_WORLD_SIZE", "1")) != "1":
         return (
             f"torchrun --nproc-per-node {count}: one process a machine starts everything on it; set --nproc-per-node 1"
@@ -79,6 +82,10 @@ def _lead(store: Any, world: int, master: str, arguments: list[str]) -> int:
             store.set("token", token)
             store.set("head", f"{address}:{port}")
             code = cli.main([*arguments, f"cluster.address={address}:{port}", f"cluster.nodes={world}"])
+    except SystemExit as error:  # argparse has said what is wrong, or `_until` says it here
+        code = error.code if isinstance(error.code, int) else 1
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
     finally:
         store.set("exit", str(code))
         end = time.monotonic() + _PATIENCE  # the store may be in this process, and goes with it
@@ -139,9 +146,9 @@ def _ray(options: list[str]) -> Iterator[subprocess.Popen]:
     )
     try:
         yield node
+    finally:
         if node.poll() is not None:
             sys.stderr.write((scratch / "node.log").read_text(errors="replace")[-2000:])
-    finally:
         for number, patience in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
             with suppress(ProcessLookupError):
                 os.killpg(node.pid, number)

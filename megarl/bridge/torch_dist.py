@@ -89,6 +89,10 @@ class Stored:
     chunks: tuple[Chunk, ...]
 
 
+def _overlap(one: tuple[slice, ...], other: tuple[slice, ...]) -> bool:
+    return all(a.start < b.stop and b.start < a.stop for a, b in zip(one, other, strict=True))
+
+
 class DistReader:
     """The tensors of a torch_dist checkpoint, any region of them. Everything that is wrong with it is a UserError."""
 
@@ -106,6 +110,7 @@ class DistReader:
         stored = self.tensors[key]
         sizes = tuple(s.stop - s.start for s in region)
         target, left = out.view(sizes), torch.Size(sizes).numel()
+        filled: list[tuple[slice, ...]] = []
         for chunk in self._near(key, region):
             meets = [
                 slice(max(s.start, offset), min(s.stop, offset + size))
@@ -115,6 +120,9 @@ class DistReader:
                 continue
             inside = tuple(slice(s.start - o, s.stop - o) for s, o in zip(meets, chunk.offsets, strict=True))
             place = tuple(slice(s.start - r.start, s.stop - r.start) for s, r in zip(meets, region, strict=True))
+            if any(_overlap(place, other) for other in filled):
+                raise UserError(f"{self.folder}: chunks of {key} lie over each other.")
+            filled.append(place)
             part = target[place]
             self._read_chunk(stored, chunk, inside, part)
             left -= part.numel()

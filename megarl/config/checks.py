@@ -441,6 +441,11 @@ def _writable_folder(key: str, folder: Path) -> Iterator[str]:
 
 
 def _cluster(cfg: Config) -> Iterator[str]:
+    if cfg.run.max_restarts and not cfg.checkpoint.every:
+        yield (
+            f"run.max_restarts={cfg.run.max_restarts} goes on from checkpoints, and checkpoint.every=0 makes none; set "
+            "checkpoint.every"
+        )
     if cfg.cluster.address is not None and cfg.cluster.port is not None:
         yield (
             f"cluster.address={cfg.cluster.address} joins a Ray cluster, cluster.port={cfg.cluster.port} is for a new "

@@ -12,13 +12,16 @@ A checkpoint is written under another name and renamed when it is whole, so that
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.bridge.torch_dist_write import checksum
 from megarl.config import Config
 from megarl.config.paths import user_path
 from megarl.errors import RunError, UserError
@@ -27,7 +30,10 @@ from megarl.observe.files import write_whole, writing
 FOLDER, LATEST, STATE = "checkpoints", "latest", "state.json"
 _PREFIX = "step-"
 # A run that goes on has these; with others it would be another run.
-_FIXED = ("model.path", "data.", "run.seed", "critic.path")
+_FIXED = (
+    *("model.path", "model.dtype", "data.", "run.seed", "critic.path"),
+    *("actor.optimizer.frozen", "critic.optimizer.frozen"),  # what has no state in the checkpoint cannot go on
+)
 
 
 @dataclass(frozen=True)
@@ -41,10 +47,9 @@ class Checkpoint:
     config: dict[str, Any]
     files: dict[str, int]  # bytes, by path in the folder
 
-    def older(self) -> Path | None:
-        """The newest checkpoint of the run before this one."""
-        before = [folder for step, folder in _all(self.run / FOLDER) if step < self.step]
-        return before[-1] if before else None
+    def instead(self) -> str:
+        """What to say of other checkpoints beside this one."""
+        return _instead(self.folder)
 
 
 class Checkpoints:
@@ -67,20 +72,35 @@ class Checkpoints:
         for role, group in roles.items():
             files |= group.save(aside, role)
         content = {"step": step, "config": dataclasses.asdict(config), "state": state, "files": files}
+        # A rank's own files are small, and nothing else says what is in them.
+        content["checksums"] = {name: checksum(aside / name) for name in files if name.startswith("ranks/")}
         try:
-            text = json.dumps(content)
+            content = json.loads(json.dumps(content))  # as it is when it is read
+            text = json.dumps(content | {"digest": _digest(content)})
         except (TypeError, ValueError) as error:
             raise RunError(f"checkpoint of step {step}: a problem holds what JSON cannot ({error})") from error
         write_whole(aside / STATE, text)
         with writing(target):
-            if target.exists():  # of a run that went on from an older checkpoint
-                shutil.rmtree(target)
+            old = target.with_name(f".{target.name}.old.unfinished")
+            if target.exists():
+                target.rename(old)
             aside.rename(target)
+            shutil.rmtree(old, ignore_errors=True)
         write_whole(self._folder / LATEST, target.name + "\n")
         with writing(self._folder):
             for _, old in _all(self._folder)[: -self._keep]:
                 shutil.rmtree(old)
         return target
+
+    def go_on_from(self, step: int) -> None:
+        """Later checkpoints belong to a course that is left: they stay under another name, and count no more."""
+        with writing(self._folder):
+            for later, folder in _all(self._folder):
+                if later > step:
+                    aside = folder.with_name(f"left-{folder.name}")
+                    shutil.rmtree(aside, ignore_errors=True)
+                    folder.rename(aside)
+        write_whole(self._folder / LATEST, f"{_PREFIX}{step:06d}\n")
 
 
 def find(config: Config) -> Checkpoint | None:
@@ -90,54 +110,80 @@ def find(config: Config) -> Checkpoint | None:
         return None
     if wanted != "auto":
         return read(user_path(wanted))
-    runs = sorted(
-        user_path(config.run.root).glob(f"{config.run.name}-*/{FOLDER}/{LATEST}"), key=lambda file: file.stat().st_mtime
-    )
-    for latest in reversed(runs):
-        if not _finished(latest.parent.parent):
-            return read(latest.parent.parent)
+    root, name = user_path(config.run.root), re.compile(re.escape(config.run.name) + r"-\d{8}-\d{6}(-\d+)?")
+    runs = [path for path in (root.iterdir() if root.is_dir() else ()) if name.fullmatch(path.name) and _newest(path)]
+    for run in sorted(runs, key=lambda run: (run / FOLDER).stat().st_mtime, reverse=True):
+        if not _finished(run):
+            return read(run)
     return None
 
 
 def newest(run: Path) -> Checkpoint | None:
-    """The one that `latest` names, where there is one."""
-    return read(run) if (run / FOLDER / LATEST).is_file() else None
+    """The one that a run would go on from, where there is one."""
+    return read(run) if _newest(run) else None
 
 
 def read(path: Path) -> Checkpoint:
     """A checkpoint, given its folder or that of its run (then the newest). Raises UserError."""
-    if (path / FOLDER).is_dir():
-        name = _text(path / FOLDER / LATEST).strip()
-        path = path / FOLDER / name
-    if not (path / STATE).is_file():
-        raise UserError(
-            f"{path} is no checkpoint of a run, nor a run's folder that holds one: there is no {STATE} in it."
-        )
     try:
-        content = json.loads(_text(path / STATE))
-        step, state, config = int(content["step"]), dict(content["state"]), dict(content["config"])
-        files = {str(name): int(size) for name, size in content["files"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path / STATE} is damaged: {error}.{_instead(path)}") from error
+        path = path.resolve()
+        path = _newest(path) or path
+        there = (path / STATE).is_file()
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"{path} cannot be read: {error}.") from error
+    if not there:
+        others = _instead(path) if path.parent.name == FOLDER else ""
+        raise UserError(f"{path} is no checkpoint of a run, nor a run's folder that holds one.{others}")
+    step = _step(path)
+    if path.parent.name != FOLDER or step is None:
+        raise UserError(
+            f"{path} does not lie where its run wrote it, and a run goes on in its own folder; give "
+            f"RUN/{FOLDER}/{_PREFIX}NNNNNN, or copy the whole run folder and give that"
+        )
+    content = _content(path, step)
+    files: dict[str, int] = content["files"]
+    sums: dict[str, int] = content["checksums"]
     missing = [name for name in files if not (path / name).is_file()]
     wrong = [name for name, size in files.items() if name not in missing and (path / name).stat().st_size != size]
-    for names, what in ((missing, "lacks"), (wrong, "holds with another size than was written")):
+    altered = [name for name, found in sums.items() if name not in missing + wrong and checksum(path / name) != found]
+    for names, what in (
+        (missing, "lacks"),
+        (wrong, "holds with another size than was written"),
+        (altered, "holds altered:"),
+    ):
         if names:
             raise UserError(f"the checkpoint {path} {what} {names[0]}.{_instead(path)}")
-    return Checkpoint(path.parent.parent, path, step, state, config, files)
+    return Checkpoint(path.parent.parent, path, step, content["state"], content["config"], files)
+
+
+def _content(path: Path, step: int) -> dict[str, Any]:
+    """What `save` wrote, to the letter."""
+    try:
+        content: dict[str, Any] = json.loads(_text(path / STATE))
+        if content.pop("digest") != _digest(content) or content["step"] != step:
+            raise ValueError("it is not what was written")
+        return content
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{path / STATE} is damaged: {error}.{_instead(path)}") from error
 
 
 def problems(checkpoint: Checkpoint, config: Config) -> Iterator[str]:
     """A sentence for each changed setting that a run that goes on cannot have."""
+    other_roles = (checkpoint.config.get("critic") is None) != (config.critic is None)
     for key, (old, new) in changed(checkpoint, config).items():
-        if key.startswith(_FIXED):
+        if key.startswith(_FIXED) and not (other_roles and key.startswith("critic.")):
             yield (
                 f"run.resume: {key} was {json.dumps(old)} in the run that {checkpoint.folder} is of, and is {json.dumps(new)} now; "
                 "set it back, or start a new run with run.resume=off"
             )
-    if (checkpoint.config.get("critic") is None) != (config.critic is None):
+    if other_roles:
         was, now = ("had no critic", "has one") if config.critic else ("had a critic", "has none")
         yield f"run.resume: the run that {checkpoint.folder} is of {was}, and this one {now}; start a new run with run.resume=off"
+    if checkpoint.step == config.run.steps and _finished(checkpoint.run):
+        yield (
+            f"run.resume: the run of {checkpoint.folder} has made its run.steps={config.run.steps} and is finished; set run.steps to "
+            "more to go on"
+        )
     if checkpoint.step > config.run.steps:
         yield (
             f"run.resume: {checkpoint.folder} is of step {checkpoint.step}, and run.steps={config.run.steps}; set run.steps to that "
@@ -148,7 +194,8 @@ def problems(checkpoint: Checkpoint, config: Config) -> Iterator[str]:
 def changed(checkpoint: Checkpoint, config: Config) -> dict[str, tuple[Any, Any]]:
     """Settings that are not as they were: by key, the value then and now."""
     before, after = _flat(checkpoint.config), _flat(json.loads(json.dumps(dataclasses.asdict(config))))
-    keys = [key for key in {**before, **after} if not key.startswith(("run.resume", "run.max_restarts"))]
+    aside = ("run.resume", "run.max_restarts", "cluster.")  # of how it is run, not of what
+    keys = [key for key in {**before, **after} if not key.startswith(aside)]
     return {key: (before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)}
 
 
@@ -161,14 +208,30 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _all(folder: Path) -> list[tuple[int, Path]]:
     """(step, folder) of the checkpoints in it, the oldest first."""
-    found = [path for path in folder.glob(f"{_PREFIX}*") if path.name.removeprefix(_PREFIX).isdigit()]
-    return sorted((int(path.name.removeprefix(_PREFIX)), path) for path in found)
+    return sorted((step, path) for path in folder.glob(f"{_PREFIX}*") if (step := _step(path)) is not None)
+
+
+def _step(folder: Path) -> int | None:
+    digits = folder.name.removeprefix(_PREFIX)
+    return int(digits) if folder.name.startswith(_PREFIX) and digits.isascii() and digits.isdigit() else None
+
+
+def _newest(run: Path) -> Path | None:
+    """The checkpoint that `latest` names; where it names none, the last one."""
+    there = {folder.name: folder for _, folder in _all(run / FOLDER) if (folder / STATE).is_file()}
+    latest = run / FOLDER / LATEST
+    named = there.get(latest.read_text(errors="replace").strip()) if latest.is_file() else None
+    return named or (list(there.values())[-1] if there else None)
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _instead(folder: Path) -> str:
     """What to say of other checkpoints beside one that cannot be used."""
     others = [path for _, path in _all(folder.parent) if path != folder and (path / STATE).is_file()]
-    return f" An older one is there: run.resume={others[-1]}" if others else ""
+    return f" Another one is there: run.resume={others[-1]}" if others else ""
 
 
 def _finished(run: Path) -> bool:

@@ -41,10 +41,11 @@ class Saving:
         try:
             same = [group.load(found.folder, role) for role, group in self._roles.items()]
         except UserError as error:
-            older = found.older()
-            raise UserError(f"{error}{f' An older one is there: run.resume={older}' if older else ''}") from error
+            raise UserError(f"{error}{found.instead()}") from error
         if not all(same) and self._config.actor.precision.fp8 == "delayed":
             self._observer.note("the ranks are other ones than before: float8's histories of magnitudes begin anew")
         self._trainer.load_state_dict(found.state)
         self.step = found.step
+        self._checkpoints.go_on_from(found.step)
+        self._observer.gone_on(found.step)
         self._observer.note(f"goes on after step {found.step} ({found.folder})")

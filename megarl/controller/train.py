@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from contextlib import ExitStack
 from dataclasses import replace
@@ -14,6 +15,7 @@ from megarl.config import Config
 from megarl.config.paths import user_path
 from megarl.controller import checkpoint
 from megarl.controller.baseline import GreedyBaseline, NoBaseline
+from megarl.controller.checkpoint import Checkpoint
 from megarl.controller.cluster import cluster
 from megarl.controller.engines import EngineGroup
 from megarl.controller.estimator import Estimator
@@ -37,7 +39,8 @@ from megarl.controller.shaping import Shaping
 from megarl.controller.sync import WeightSync, transport
 from megarl.controller.trainer import Trainer
 from megarl.controller.workers import WorkerGroup
-from megarl.errors import RunError
+from megarl.errors import RunError, UserError
+from megarl.observe.files import writing
 from megarl.observe.observer import Observer
 from megarl.rewards import Rewarder
 
@@ -52,7 +55,7 @@ def run(cfg: Config, prepared: Prepared) -> int:
                     _run(cfg, prepared, observer, stack, signals)
                     break
                 except RunError as error:
-                    newest = checkpoint.newest(observer.folder.path)
+                    newest = _newest(observer.folder.path)
                     if newest is None or restarts == cfg.run.max_restarts:
                         raise
                     again = f"{restarts + 1} of run.max_restarts={cfg.run.max_restarts}"
@@ -64,13 +67,29 @@ def run(cfg: Config, prepared: Prepared) -> int:
     return 0
 
 
+def _put_aside(folder: Path, step: int) -> None:
+    aside = folder.with_name(f"{folder.name}.until-step-{step}")
+    with writing(aside):
+        shutil.rmtree(aside, ignore_errors=True)
+        folder.rename(aside)
+
+
+def _newest(run: Path) -> Checkpoint | None:
+    try:
+        return checkpoint.newest(run)
+    except UserError:  # the failure is what should be told
+        return None
+
+
 def _observer(cfg: Config, prepared: Prepared) -> Observer:
     resume = prepared.resume
     return Observer(cfg, configuration.dump(cfg), resumed=(resume.run, resume.step) if resume else None)
 
 
 def _run(cfg: Config, prepared: Prepared, observer: Observer, stack: ExitStack, signals: _Signals) -> None:
-    for note in (*prepared.sources.notes, *notes(cfg)):
+    began = ["run.resume=auto: there is no unfinished run of this name with a checkpoint; this is a new one"]
+    fresh = cfg.run.resume == "auto" and prepared.resume is None
+    for note in (*prepared.sources.notes, *notes(cfg), *(began if fresh else ())):
         observer.note(note)
     places: list[tuple[str, Path | str]] = []
     with observer.stage("start Ray"):
@@ -80,6 +99,9 @@ def _run(cfg: Config, prepared: Prepared, observer: Observer, stack: ExitStack, 
     _loop(cfg, trainer, evaluation, saving, observer, signals)
     if cfg.export.hf:
         with observer.stage("export"):
+            for name in ("model", "critic"):  # of a run that has gone on from its end
+                if prepared.resume and (old := observer.folder.path / name).exists():
+                    _put_aside(old, prepared.resume.step)
             places.append(("the model", export_hf(cfg, prepared, trainer.sync, observer.folder.path / "model")))
             if isinstance(trainer.critic, Critic):
                 target = observer.folder.path / "critic"

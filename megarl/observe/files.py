@@ -86,13 +86,15 @@ def cut_after(path: Path, step: int) -> list[dict[str, Any]]:
     with writing(path), path.open("r+b") as file:
         end = 0
         for line in file:
+            if not line.endswith(b"\n"):
+                break
             try:
                 record = json.loads(line)
-                if not line.endswith(b"\n") or record["step"] > step:
+                if record["step"] > step:
                     break
+                kept.append(record)
             except (ValueError, KeyError, TypeError):
-                break
-            kept.append(record)
+                pass  # it is not ours to take away
             end += len(line)
         file.truncate(end)
     return kept

@@ -48,7 +48,9 @@ class Observer:
         if resumed is None:
             self.folder = RunFolder.create(config.run.root, config.run.name, config_text, config.observe.tensorboard)
         else:
-            self.folder, self._rows = RunFolder.reopen(*resumed, config_text, config.observe.tensorboard)
+            self.folder = RunFolder(resumed[0], config.observe.tensorboard)
+        self._text = config_text
+        self._going_on = resumed is not None  # until it is where it was
         done = resumed[1] if resumed else 0
         self.progress = Progress(config.run.steps, done=done, live=config.observe.progress, console=console)
         self.stage = Stages(self.progress.stage_changed)
@@ -81,6 +83,11 @@ class Observer:
         if accuracy is not None:
             self.progress.note(f"held out, greedy, {after}: accuracy {accuracy:.3f}", style="bold magenta")
 
+    def gone_on(self, step: int) -> None:
+        """A run that goes on is where it was after `step`: only now does its folder forget what came later."""
+        self._rows = self.folder.go_on(step, self._text)
+        self._going_on = False
+
     def saved(self, step: int) -> None:
         """The checkpoint of a step is whole."""
         self._add(step, {"time/checkpoint": self.stage.take("checkpoint")})
@@ -108,7 +115,7 @@ class Observer:
     ) -> None:
         self.progress.stop()
         try:
-            if not self._finished:
+            if not self._finished and not self._going_on:
                 self._summarise(
                     "interrupted" if error is None or isinstance(error, KeyboardInterrupt) else "failed", error
                 )

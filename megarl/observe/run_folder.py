@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.metadata
 import os
 import platform
@@ -10,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import megarl
 from megarl.errors import UserError
@@ -39,7 +40,9 @@ class RunFolder:
     """One run's folder. Every write that fails is a RunError, one sentence naming the file."""
 
     def __init__(self, path: Path, tensorboard: bool = True):
+        """Raises UserError where another process has the folder open."""
         self.path = path
+        self._lock = _locked(path)
         self._metrics = JsonLines(path / "metrics.jsonl")
         self._samples = JsonLines(path / "samples.jsonl")
         self._board = TensorBoard(path / "tensorboard") if tensorboard else None
@@ -55,21 +58,17 @@ class RunFolder:
         write_whole(path / "versions.json", to_json(versions(), indent=2) + "\n")
         return cls(path, tensorboard)
 
-    @classmethod
-    def reopen(
-        cls, path: Path, step: int, config: str, tensorboard: bool = True
-    ) -> tuple[RunFolder, list[dict[str, Any]]]:
-        """The folder of a run that goes on after `step`: what it holds of later steps is taken away. Answers with the metrics that
-        stay, too. Settings of before are kept beside the present ones where they differ."""
-        with writing(path):
-            old = path / "config.yaml"
-            if old.is_file() and old.read_text(encoding="utf-8") != config:
-                old.replace(path / f"config.until-step-{step}.yaml")
-        write_whole(path / "config.yaml", config)
-        write_whole(path / "versions.json", to_json(versions(), indent=2) + "\n")
-        rows = cut_after(path / "metrics.jsonl", step)
-        cut_after(path / "samples.jsonl", step)
-        return cls(path, tensorboard), rows
+    def go_on(self, step: int, config: str) -> list[dict[str, Any]]:
+        """Of a run that goes on after `step`: what it holds of later steps is taken away. Answers with the metrics that stay.
+        Settings of before are kept beside the present ones where they differ."""
+        with writing(self.path):
+            old = self.path / "config.yaml"
+            if old.is_file() and old.read_bytes() != config.encode():
+                old.replace(self.path / f"config.until-step-{step}.yaml")
+        write_whole(self.path / "config.yaml", config)
+        write_whole(self.path / "versions.json", to_json(versions(), indent=2) + "\n")
+        cut_after(self.path / "samples.jsonl", step)
+        return cut_after(self.path / "metrics.jsonl", step)
 
     def add_step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """One line of metrics.jsonl and TensorBoard's points of that step."""
@@ -97,6 +96,19 @@ class RunFolder:
         self._samples.close()
         if self._board is not None:
             self._board.close()
+        self._lock.close()
+
+
+def _locked(path: Path) -> BinaryIO:
+    """Held until it is closed or the process has ended, however that ended."""
+    with writing(path):
+        lock = (path / ".lock").open("ab")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        lock.close()
+        raise UserError(f"{path} is the folder of a run that is going on; wait for its end, or stop it") from error
+    return lock
 
 
 def versions() -> dict[str, Any]:

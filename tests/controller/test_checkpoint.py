@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def test_what_was_saved_is_found_again(tmp_path: Path) -> None:
         found = checkpoint.read(path)
         assert (found.step, found.state["of"], found.run) == (3, 3, run)
         assert found.files == {"actor/part": 7}
-    assert checkpoint.read(run / "checkpoints" / "step-000002").older() == run / "checkpoints" / "step-000001"
+    assert checkpoint.read(run / "checkpoints" / "step-000002").instead().endswith("step-000003")
     assert list(checkpoint.problems(found, made(run__steps=4))) == []
 
 
@@ -82,6 +83,8 @@ def damage(folder: Path, how: str) -> None:
         state.write_text(state.read_text()[:40])
     elif how == "no step":
         state.write_text(json.dumps({k: v for k, v in json.loads(state.read_text()).items() if k != "step"}))
+    elif how == "another state":
+        state.write_text(state.read_text().replace('"position": 8', '"position": 9'))
     elif how == "no part":
         (folder / "actor" / "part").unlink()
     else:
@@ -93,7 +96,8 @@ def damage(folder: Path, how: str) -> None:
     [
         ("no state", "is no checkpoint of a run"),
         ("half a state", "state.json is damaged"),
-        ("no step", "state.json is damaged: 'step'"),
+        ("no step", "state.json is damaged: it is not what was written"),
+        ("another state", "state.json is damaged: it is not what was written"),
         ("no part", "lacks actor/part"),
         ("half a part", "holds with another size than was written actor/part"),
     ],
@@ -102,10 +106,39 @@ def test_a_damaged_one_is_one_sentence_that_offers_another(tmp_path: Path, how: 
     run = run_of(tmp_path, 2)
     damage(run / "checkpoints" / "step-000002", how)
     with pytest.raises(UserError) as error:
-        checkpoint.read(run)
+        checkpoint.read(run / "checkpoints" / "step-000002")
     assert said in str(error.value) and "\n" not in str(error.value)
-    if how != "no state":
-        assert str(error.value).endswith(f"run.resume={run / 'checkpoints' / 'step-000001'}")
+    assert str(error.value).endswith(f"run.resume={run / 'checkpoints' / 'step-000001'}")
+
+
+def test_where_latest_names_none_the_last_one_is_meant(tmp_path: Path) -> None:
+    run = run_of(tmp_path, 2)
+    for text in ("step-000009\n", "../checkpoints/step-000001\n", ""):
+        (run / "checkpoints" / "latest").write_text(text)
+        assert checkpoint.read(run).step == 2
+    (run / "checkpoints" / "latest").unlink()
+    assert (found := checkpoint.find(made(run__root=tmp_path, run__resume="auto"))) is not None and found.step == 2
+
+
+def test_a_copy_without_its_run_is_refused(tmp_path: Path) -> None:
+    """Its folder's files would be taken for the run's."""
+    run = run_of(tmp_path, 1)
+    shutil.copytree(run / "checkpoints" / "step-000001", tmp_path / "backup" / "step-000001")
+    with pytest.raises(UserError, match="does not lie where its run wrote it"):
+        checkpoint.read(tmp_path / "backup" / "step-000001")
+    (tmp_path / "link").symlink_to(run / "checkpoints" / "step-000001")
+    for way in (tmp_path / "link", run / "checkpoints" / "step-000001" / ".." / "step-000001"):
+        assert checkpoint.read(way).run == run.resolve()
+
+
+def test_a_course_that_is_left_counts_no_more(tmp_path: Path) -> None:
+    run = run_of(tmp_path, 3)
+    one = Checkpoints(run, 1)
+    one.go_on_from(1)
+    assert checkpoint.read(run).step == 1
+    one.save(2, made(), STATE, {"actor": Role()})
+    names = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert names == ["latest", "left-step-000002", "left-step-000003", "step-000002"] and checkpoint.read(run).step == 2
 
 
 def test_auto_takes_the_newest_run_that_is_not_finished(tmp_path: Path) -> None:
@@ -113,8 +146,8 @@ def test_auto_takes_the_newest_run_that_is_not_finished(tmp_path: Path) -> None:
     assert checkpoint.find(cfg) is None
     run = run_of(tmp_path, 1)
     (tmp_path / "tiny-20310101-000000").mkdir()  # it wrote none
-    other = tmp_path / "tinyother-20300101-000000"
-    Checkpoints(other, 1).save(7, made(), STATE, {})
+    for name in ("tinyother", "tiny-two", "tin"):
+        Checkpoints(tmp_path / f"{name}-20320101-000000", 1).save(7, made(), STATE, {})
     assert (found := checkpoint.find(cfg)) is not None and found.run == run
     (run / "summary.json").write_text('{"status": "finished"}')
     assert checkpoint.find(cfg) is None
@@ -132,6 +165,8 @@ def test_a_folder_without_one(tmp_path: Path) -> None:
         ({"run__seed": 7}, "run.seed was 1 in the run"),
         ({"data__prompts_per_step": 2}, "data.prompts_per_step was 4"),
         ({"model__path": "tiny-llama"}, 'model.path was "tiny-qwen3"'),
+        ({"model__dtype": "bfloat16"}, 'model.dtype was "float32"'),
+        ({"actor__optimizer__frozen": "[model.embed*]"}, "actor.optimizer.frozen was []"),
         ({"critic__head_std": 0.1}, "had no critic, and this one has one"),
         ({"run__steps": 2}, "is of step 3, and run.steps=2"),
     ],

@@ -210,8 +210,8 @@ def test_a_damaged_part_is_one_sentence(whole: Whole, tmp_path: Path, how: str) 
         assert again.code(120) == 2
         again.gone(15)
         told = [line for line in again.err.splitlines() if "checkpoint" in line]
-        assert len(told) == 1 and f"An older one is there: run.resume={latest.with_name('step-000003')}" in told[0]
-        assert ("is not what was written" if how == "altered" else "with another size than was written") in told[0]
+        assert len(told) == 1 and f"Another one is there: run.resume={latest.with_name('step-000003')}" in told[0]
+        assert ("its checksum is not the one" if how == "altered" else "with another size than was written") in told[0]
         assert "Traceback" not in again.err
 
 

@@ -24,6 +24,32 @@ from megarl.observe.files import JsonLines, to_json, trouble, write_whole
 from megarl.observe.report import load
 
 
+def test_a_folder_has_one_run_at_a_time(tmp_path):
+    first = RunFolder.create(tmp_path, "a", "")
+    with pytest.raises(UserError, match="is the folder of a run that is going on"):
+        RunFolder(first.path)
+    first.close()
+    RunFolder(first.path).close()
+
+
+def test_a_run_that_goes_on_forgets_what_came_later_and_nothing_else(tmp_path):
+    folder = RunFolder.create(tmp_path, "a", "run: {steps: 3}\n", tensorboard=False)
+    for step in (1, 2, 3):
+        folder.add_step(step, {"x": step})
+    folder.close()
+    lines = (folder.path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (folder.path / "metrics.jsonl").write_bytes(
+        lines[0] + b"{half a line of somebody's\n" + b"".join(lines[1:]) + b'{"ste'
+    )
+    again = RunFolder(folder.path, tensorboard=False)
+    assert [row["step"] for row in again.go_on(2, "run: {steps: 4}\n")] == [1, 2]
+    again.add_step(3, {"x": 33})
+    again.close()
+    kept = (folder.path / "metrics.jsonl").read_text().splitlines()
+    assert len(kept) == 4 and "somebody" in kept[1] and kept[3] == '{"step": 3, "x": 33}'
+    assert (folder.path / "config.until-step-2.yaml").read_text() == "run: {steps: 3}\n"
+
+
 def test_a_folder_holds_settings_versions_metrics_samples_and_events(tmp_path):
     folder = RunFolder.create(tmp_path / "new" / "runs", "a", "run: {steps: 3}\n")
     for step in range(3):
@@ -34,7 +60,8 @@ def test_a_folder_holds_settings_versions_metrics_samples_and_events(tmp_path):
     folder.write_summary({"steps": 3})
     folder.close()
     names = {path.name for path in folder.path.iterdir()}
-    assert names == {"config.yaml", "versions.json", "metrics.jsonl", "samples.jsonl", "summary.json", "tensorboard"}
+    written = {"config.yaml", "versions.json", "metrics.jsonl", "samples.jsonl", "summary.json", "tensorboard"}
+    assert names == written | {".lock"}
     report = load(folder.path)
     assert report.steps == [0, 1, 2] and report.metrics["actor/loss"] == [2.0] * 3
     assert report.samples[0]["response"] == "é\n?"
