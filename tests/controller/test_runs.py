@@ -22,7 +22,7 @@ LAYOUTS = {
 
 
 # A replay takes a minute: the slow set has all of them.
-EACH = ["tp2 sp", "pp2", pytest.param("dp2", marks=pytest.mark.slow)]
+EACH = ["tp2 sp", *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("pp2", "dp2"))]
 
 
 class Finished:
