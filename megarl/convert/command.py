@@ -55,8 +55,8 @@ def _options(args: argparse.Namespace) -> Any:
     from megarl.convert.work import Options
     from megarl.errors import UserError
 
-    if not args.shard_gb > 0:
-        raise UserError(f"--shard-gb is {args.shard_gb:g}; it must be above 0.")
+    if not 0 < args.shard_gb <= 1e6:
+        raise UserError(f"--shard-gb is {args.shard_gb:g}; it must be above 0 and at most a million.")
     return Options(
         dtype=None if args.dtype is None else getattr(torch, args.dtype),
         shard_bytes=max(1, int(args.shard_gb * 1e9)),

@@ -80,7 +80,10 @@ def open_megatron(folder: Path, config: Path | None = None) -> Source:
     """A torch_dist checkpoint. `config`: the Hugging Face folder of the model that was trained, where the checkpoint has no
     config.json of its own."""
     checkpoint = resolve(folder)
-    texts = config or next((path for path in (checkpoint, folder) if (path / "config.json").is_file()), None)
+    own = next((path for path in (checkpoint, folder) if (path / "config.json").is_file()), None)
+    texts = config or own
+    if config is not None and own is not None:
+        _demand_same(read_config(config), read_config(own), config, own)
     dist = DistReader(checkpoint)
     if texts is None:
         raise UserError(
@@ -91,6 +94,17 @@ def open_megatron(folder: Path, config: Path | None = None) -> Source:
     reader = MegatronReader(dist, model)
     reader.check(model)
     return Source("megatron", checkpoint, texts, read_config(texts), head, model, reader)
+
+
+def _demand_same(given: Mapping[str, Any], own: Mapping[str, Any], config: Path, folder: Path) -> None:
+    """Of equal shapes, other heads or another base of positions would be another model, and nothing else would tell."""
+    aside = {"dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache"}
+    keys = (given.keys() | own.keys()) - aside
+    if different := sorted(key for key in keys if given.get(key) != own.get(key)):
+        raise UserError(
+            f"{folder} has a config.json of its own, and --config {config} says otherwise of {', '.join(different[:5])}; leave "
+            "--config out."
+        )
 
 
 def main_dtype(dtypes: Mapping[str, torch.dtype], shapes: Mapping[str, Shape]) -> torch.dtype:

@@ -258,11 +258,14 @@ def test_the_two_kinds_are_not_taken_for_each_other(
     other = make_tiny("llama", tmp_path / "llama")
     refused(
         ["megatron-to-hf", megatron, tmp_path / "t", "--config", other],
-        "does not fit its config.json",
+        "has a config.json of its own, and --config",
         tmp_path,
         capsys,
     )
-    refused(["hf-to-megatron", hf, tmp_path / "t", "--shard-gb", "0"], "must be above 0", tmp_path, capsys)
+    same_shapes = make_tiny("qwen3", tmp_path / "other", rope_theta=77.0)
+    refused(["megatron-to-hf", megatron, tmp_path / "t", "--config", same_shapes], "otherwise of", tmp_path, capsys)
+    for size in ("0", "inf", "nan"):
+        refused(["hf-to-megatron", hf, tmp_path / "t", "--shard-gb", size], "must be above 0", tmp_path, capsys)
 
 
 def test_a_disk_that_takes_no_more_is_one_sentence_and_what_is_done_is_kept(
