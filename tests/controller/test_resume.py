@@ -136,7 +136,7 @@ def test_in_another_layout(whole: Whole, tmp_path: Path, layout: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("title", [None, "ray::Worker", "sglang::scheduler"])
+@pytest.mark.parametrize("title", [None, "ray::Worker"])
 def test_critic_and_statistics_come_back(ppo: Whole, tmp_path: Path, title: str | None) -> None:
     gone_on(tmp_path, ppo, 2, title=title)
     check_same(ppo.run.run_folder, next((tmp_path / "killed" / "runs").iterdir()))
