@@ -206,7 +206,7 @@ def test_a_damaged_part_is_one_sentence(whole: Whole, tmp_path: Path, how: str) 
     content = bytearray(part.read_bytes())
     content[len(content) // 2] ^= 1
     part.write_bytes(content if how == "altered" else content[:-9])
-    with Run(tmp_path / "again", *whole.replayed(f"run.resume={run.run_folder}", "run.steps=4")) as again:
+    with Run(tmp_path / "again", *COMMON, f"run.resume={run.run_folder}", "run.steps=5") as again:
         assert again.code(120) == 2
         again.gone(15)
         told = [line for line in again.err.splitlines() if "checkpoint" in line]
