@@ -25,6 +25,7 @@ from typing import Any
 
 from megarl import cli
 from megarl.controller.cluster import environment
+from megarl.roles.ports import unused_port
 
 _TORCHRUN = ("TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_")
 # The `ray` command, which Linux tells to end (PR_SET_PDEATHSIG) when the launcher has died, of kill -9 too.
@@ -47,10 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     master = os.environ["MASTER_ADDR"]
     store, rank, world = next(iter(rendezvous("env://", timeout=timedelta(seconds=600))))
+    # The trainer's ranks, which inherit what is left, are other processes with numbers of their own.
     for name in [name for name in os.environ if name.startswith(_TORCHRUN)]:
-        del os.environ[
-            name
-        ]  # the trainer's ranks, which inherit what is left, are other processes with numbers of their own
+        del os.environ[name]
     return _lead(store, world, master, arguments) if rank == 0 else _follow(store, rank)
 
 
@@ -74,7 +74,7 @@ def _lead(store: Any, world: int, master: str, arguments: list[str]) -> int:
     code = 1
     try:
         address = socket.gethostbyname(master)
-        port = _free_port(address)
+        port = unused_port()
         _know(token := secrets.token_hex(32))
         head = ["--head", f"--port={port}", f"--node-ip-address={address}", "--include-dashboard=false"]
         with _ray(head) as node:
@@ -171,12 +171,6 @@ def _address_towards(other: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # nothing is sent
         probe.connect((other, 9))
         return str(probe.getsockname()[0])
-
-
-def _free_port(address: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])
 
 
 def _listens(address: str, port: int) -> bool:

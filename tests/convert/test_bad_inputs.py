@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from megarl import cli
 from megarl.bridge.hf_io import INDEX
 from megarl.bridge.torch_dist import DistReader
-from megarl.bridge.torch_dist_write import ChunkFile, write_metadata
+from megarl.bridge.torch_dist_write import ChunkFile, write_common, write_metadata
 from megarl.convert.megatron_to_hf import megatron_to_hf
 from megarl.convert.work import Options
 from megarl.errors import UserError
@@ -301,3 +301,14 @@ def test_metadata_that_is_written_is_read_by_torch(tmp_path: Path) -> None:
     assert set(metadata.state_dict_metadata) == {"a", "b"}
     with pytest.raises(UserError, match="holds no metadata.json"):
         DistReader(tmp_path)
+
+
+def test_chunks_that_lie_over_each_other_are_refused(tmp_path: Path) -> None:
+    """There are as many elements as there should be, and half of the tensor was never written."""
+    with ChunkFile(tmp_path / "__0_0.distcp") as file:
+        for _ in range(2):
+            file.write("weight", torch.ones(2, 3), (0, 0), (4, 3))
+    write_metadata(tmp_path, file.records)
+    write_common(tmp_path, {})
+    with pytest.raises(UserError, match="chunks of weight lie over each other"):
+        DistReader(tmp_path).read("weight", (slice(0, 4), slice(0, 3)), torch.zeros(4, 3))
