@@ -133,7 +133,7 @@ def rows_of(found: dict[tuple[str, str], list[dict[str, float]]], args: argparse
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--tokens", type=int, default=2048)  # with 4096 all logits take up to 24 GB
     parser.add_argument("--hidden", type=int, default=576)
     parser.add_argument("--chunk", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=1)

@@ -19,7 +19,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megarl.bridge.torch_dist_write import checksum
 from megarl.config import Config
@@ -52,34 +52,61 @@ class Checkpoint:
         return _instead(self.folder)
 
 
+class _Unfinished(NamedTuple):
+    target: Path
+    aside: Path
+    content: dict[str, Any]
+    roles: dict[str, Any]
+
+
 class Checkpoints:
     """Those of one run, of which the newest `keep` stay."""
 
     def __init__(self, run: Path, keep: int):
         self._folder = run / FOLDER
         self._keep = keep
+        self._unfinished: _Unfinished | None = None
 
-    def save(self, step: int, config: Config, state: Mapping[str, Any], roles: Mapping[str, Any]) -> Path:
-        """`roles`: by name, what `save(folder, role)` writes the parts of and answers with the sizes of their files by path. Raises
-        RunError where anything cannot be written; the older checkpoints stay then."""
+    def begin(
+        self, step: int, config: Config, state: Mapping[str, Any], roles: Mapping[str, Any], copied: bool = False
+    ) -> None:
+        """`roles`: by name, what writes the parts of it (`WorkerGroup`); `copied`, while training goes on. Raises RunError where
+        anything cannot be written; the older checkpoints stay then."""
         target = self._folder / f"{_PREFIX}{step:06d}"
         aside = target.with_name(f".{target.name}.unfinished")
         with writing(aside):
             for leftover in self._folder.glob(".*.unfinished"):
                 shutil.rmtree(leftover)
             aside.mkdir(parents=True)
-        files: dict[str, int] = {}
-        for role, group in roles.items():
-            files |= group.save(aside, role)
-        content = {"step": step, "config": dataclasses.asdict(config), "state": state, "files": files}
-        # A rank's own files are small, and nothing else says what is in them.
-        content["checksums"] = {name: checksum(aside / name) for name in files if name.startswith("ranks/")}
         try:
-            content = json.loads(json.dumps(content))  # as it is when it is read
-            text = json.dumps(content | {"digest": _digest(content)})
+            content = json.loads(json.dumps({"step": step, "config": dataclasses.asdict(config), "state": state}))
         except (TypeError, ValueError) as error:
             raise RunError(f"checkpoint of step {step}: a problem holds what JSON cannot ({error})") from error
-        write_whole(aside / STATE, text)
+        for role, group in roles.items():
+            group.begin_save(aside, role, copied)
+        self._unfinished = _Unfinished(target, aside, content, dict(roles))
+
+    @property
+    def unfinished(self) -> int | None:
+        """The step of which a checkpoint is being written."""
+        return self._unfinished.content["step"] if self._unfinished else None
+
+    def written(self) -> bool:
+        """Whether `finish` would not wait."""
+        assert self._unfinished is not None
+        return all(group.written(role) for role, group in self._unfinished.roles.items())
+
+    def finish(self) -> None:
+        """Wait until what `begin` began is written, and make it the newest. Raises RunError as `begin` does."""
+        assert self._unfinished is not None
+        (target, aside, content, roles), self._unfinished = self._unfinished, None
+        files: dict[str, int] = {}
+        for role, group in roles.items():
+            files |= group.finish_save(role)
+        # A rank's own files are small, and nothing else says what is in them.
+        sums = {name: checksum(aside / name) for name in files if name.startswith("ranks/")}
+        content |= {"files": files, "checksums": sums}
+        write_whole(aside / STATE, json.dumps(content | {"digest": _digest(content)}))
         with writing(target):
             old = target.with_name(f".{target.name}.old.unfinished")
             if target.exists():
@@ -90,7 +117,6 @@ class Checkpoints:
         with writing(self._folder):
             for _, old in _all(self._folder)[: -self._keep]:
                 shutil.rmtree(old)
-        return target
 
     def go_on_from(self, step: int) -> None:
         """Later checkpoints belong to a course that is left: they stay under another name, and count no more."""

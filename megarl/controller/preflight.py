@@ -380,6 +380,9 @@ def _machine(cfg: Config, model: ModelMap | None) -> Iterator[str]:
     if cfg.reshard.folder:
         yield from lacking_space("reshard.folder", Path(cfg.reshard.folder), travelling)
         travelling = 0
+    if cfg.checkpoint.every:  # those that are kept, and the next one: weights, float32 master weights, two moments
+        held = BYTES[cfg.model.dtype] + 8 + (4 if cfg.model.dtype == "bfloat16" else 0)
+        size += (cfg.checkpoint.keep + 1) * (1 if cfg.critic is None else 2) * parameters * held
     yield from lacking_space("run.root", Path(cfg.run.root), SPARE_MIB * MIB + size + travelling)
     if cfg.cluster.address is not None:
         return

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from megarl.batch import Batch, Prompt, Sample
+from megarl.batch import Batch, Prompt
 from megarl.config.paths import user_path
 from megarl.config.schema import RolloutConfig
 from megarl.controller.engines import EngineGroup
@@ -58,9 +58,8 @@ class GroupSelection:
 class _Counted:
     """A group that makes part of a step."""
 
-    order: int
-    samples: list[Sample]
-    batch: Batch
+    group: Group
+    batch: Batch  # its samples, scored where the filter wants that
 
 
 @dataclass
@@ -134,7 +133,7 @@ class Generated:
                 self._top_up(generation, state)
             self._put_away(generation.abort(), state)
         self._over += state.counted[state.wanted :]
-        return self._batch(sorted(state.counted[: state.wanted], key=lambda counted: counted.order), state)
+        return self._batch(sorted(state.counted[: state.wanted], key=lambda counted: counted.group.order), state)
 
     def close(self) -> None:
         if self._recorder is not None:
@@ -144,21 +143,34 @@ class Generated:
         return {
             "resumed": [group.state_dict() for group in self._resumed],
             "new": [group.state_dict() for group in self._new],
-            "over": [{"order": c.order, "samples": [asdict(sample) for sample in c.samples]} for c in self._over],
+            "over": [counted.group.state_dict() for counted in self._over],
             "begun": self._begun,
             "steps": self._steps,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._steps, self._begun = state["steps"], state.get("begun", 0)  # a run that was replayed has begun none
-        self._resumed, self._new = (deque(map(Group.of, state.get(name, ()))) for name in ("resumed", "new"))
         self._over = []
-        for counted in state.get("over", ()):
-            samples = [Sample(**sample) for sample in counted["samples"]]
-            batch = Batch.from_samples(samples)
-            if self._selection.score is not None:
-                batch = batch.union(self._selection.score(batch))
-            self._over.append(_Counted(counted["order"], samples, batch))
+        for name, queue in (("resumed", self._resumed), ("new", self._new)):
+            queue.clear()
+            queue.extend(self._came_back(group) for group in state.get(name, ()))
+        for group in map(self._came_back, state.get("over", ())):
+            if group.finished:
+                self._over.append(self._counted(group))
+            else:
+                self._resumed.append(group)
+
+    def _came_back(self, state: Mapping[str, Any]) -> Group:
+        """A group of a checkpoint; `rollout.n` may have been another."""
+        group = Group.of(state)
+        group.resize(self._sampling.n)
+        return group
+
+    def _counted(self, group: Group) -> _Counted:
+        batch = Batch.from_samples(group.samples())
+        if self._selection.score is not None:
+            batch = batch.union(self._selection.score(batch))
+        return _Counted(group, batch)
 
     def _begin(self, prompts: Sequence[Prompt], state: _Step) -> None:
         groups = begin(prompts, self._sampling.n, f"@{state.number}", self._begun, state.seen)
@@ -193,12 +205,9 @@ class Generated:
         return bool(self._new)
 
     def _judge(self, group: Group, state: _Step) -> None:
-        samples = group.samples()
-        batch = Batch.from_samples(samples)
-        if self._selection.score is not None:
-            batch = batch.union(self._selection.score(batch))
-        if self._selection.keep is None or self._selection.keep(batch):
-            state.counted.append(_Counted(group.order, samples, batch))
+        counted = self._counted(group)
+        if self._selection.keep is None or self._selection.keep(counted.batch):
+            state.counted.append(counted)
         else:
             state.rejected += 1
 
@@ -215,8 +224,8 @@ class Generated:
 
     def _batch(self, counted: Sequence[_Counted], state: _Step) -> Batch:
         if self._recorder is not None:
-            self._recorder.add(state.number, [sample for group in counted for sample in group.samples])
-        batch = Batch.concat([group.batch for group in counted]) if counted else Batch.from_samples([])
+            self._recorder.add(state.number, [sample for one in counted for sample in one.group.samples()])
+        batch = Batch.concat([one.batch for one in counted]) if counted else Batch.from_samples([])
         batch.meta["rollout"] = {
             "asked": state.asked,
             "resumed": state.resumed,

@@ -30,9 +30,26 @@ class Saving:
         return every > 0 and (step % every == 0 or step == self._config.run.steps)
 
     def save(self, step: int) -> None:
+        """Write a checkpoint, or begin to, as the configuration says; one that is being written is waited for."""
+        self.finish()
+        copied = self._config.checkpoint.asynchronous
         with self._observer.stage("checkpoint"):
-            self._checkpoints.save(step, self._config, self._trainer.state_dict(), self._roles)
-        self._observer.saved(step)
+            self._checkpoints.begin(step, self._config, self._trainer.state_dict(), self._roles, copied)
+        if not copied:
+            self.finish()
+
+    def look(self) -> None:
+        """A checkpoint that has been written meanwhile becomes the newest."""
+        if self._checkpoints.unfinished is not None and self._checkpoints.written():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written, if one is."""
+        step = self._checkpoints.unfinished
+        if step is not None:
+            with self._observer.stage("checkpoint"):
+                self._checkpoints.finish()
+            self._observer.saved(step)
 
     def restore(self, found: Checkpoint) -> None:
         """Everything as it was after the checkpoint's step. Raises UserError where it is damaged or another model's."""

@@ -226,19 +226,23 @@ def _loop(
             for note in trainer.skipped(number, metrics):
                 observer.note(note)
         evaluate(number)
+        saving.look()
         if signals.asked or saving.due(number):
             saving.save(number)
         if signals.asked:
+            saving.finish()
             observer.note(f"told to end (SIGTERM) after step {number}; run.resume=auto goes on from there")
             raise KeyboardInterrupt
+    saving.finish()
 
 
 class _Signals:
-    """SIGTERM ends a run like Ctrl-C does: in order. While the run is taken down, which is soon done, both are held off. A run with
-    checkpoints finishes its step first (`asked`); a second SIGTERM does not wait."""
+    """SIGTERM ends a run like Ctrl-C does: in order. While the run is taken down, which is soon done, both are held off until it would
+    be started again. A run with checkpoints finishes its step first (`asked`); a second SIGTERM does not wait."""
 
     _NUMBERS = (signal.SIGINT, signal.SIGTERM)
     asked = False
+    _held = False
 
     def __enter__(self) -> _Signals:
         self._before = [signal.getsignal(number) for number in self._NUMBERS]
@@ -246,8 +250,11 @@ class _Signals:
         return self
 
     def listen(self) -> None:
+        """Raises KeyboardInterrupt where one came while they were held off."""
         for number in self._NUMBERS:
             signal.signal(number, signal.default_int_handler)
+        if self._held:
+            raise KeyboardInterrupt
 
     def wait_for_the_step(self) -> None:
         def note(*_: object) -> None:
@@ -257,8 +264,11 @@ class _Signals:
         signal.signal(signal.SIGTERM, note)
 
     def hold(self) -> None:
+        def note(*_: object) -> None:
+            self._held = True
+
         for number in self._NUMBERS:
-            signal.signal(number, signal.SIG_IGN)
+            signal.signal(number, note)
 
     def __exit__(self, *_: object) -> None:
         for number, handler in zip(self._NUMBERS, self._before, strict=True):

@@ -131,9 +131,17 @@ class WorkerGroup:
     def send(self, buckets: Sequence[BucketSpec]) -> list[dict[str, int]]:
         return self._all("send", "sending weights", list(buckets))
 
-    def save(self, folder: Path, role: str) -> dict[str, int]:
-        """Write a role to a checkpoint; sizes of its files by path in the folder."""
-        answers = self._all("save", "writing the checkpoint", str(folder), role)
+    def begin_save(self, folder: Path, role: str, copied: bool) -> None:
+        """Begin to write a role to a checkpoint. Not `copied`: nothing else may be called before `finish_save`."""
+        self._all("begin_save", "writing the checkpoint", str(folder), role, copied)
+
+    def written(self, role: str) -> bool:
+        """Whether what `begin_save` began is on the disk."""
+        return all(self._all("written", "writing the checkpoint", role))
+
+    def finish_save(self, role: str) -> dict[str, int]:
+        """Wait until all is written; sizes of the files by path in the folder."""
+        answers = self._all("finish_save", "writing the checkpoint", role)
         return {name: file for answer in answers for name, file in answer.items()}
 
     def load(self, folder: Path, role: str) -> bool:

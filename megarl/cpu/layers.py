@@ -202,18 +202,19 @@ def _additive(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _similar(segments: list[Segment]) -> list[list[Segment]]:
-    """Cut into buckets whose padding stays small; segments with one prefix stay near each other."""
+    """Cut into buckets in which few pairs are padding; segments with one prefix stay near each other."""
     buckets: list[list[Segment]] = []
     real = 0
     for s in sorted(segments, key=lambda s: (s.length, s.start)):
+        pairs = s.length**2
         if buckets and (
-            s.length <= _SMALL or (len(buckets[-1]) + 1) * s.length <= (real + s.length) / (1 - _PADDING_WASTE)
+            s.length <= _SMALL or (len(buckets[-1]) + 1) * pairs <= (real + pairs) / (1 - _PADDING_WASTE)
         ):
             buckets[-1].append(s)
-            real += s.length
+            real += pairs
         else:
             buckets.append([s])
-            real = s.length
+            real = pairs
     return buckets
 
 

@@ -11,9 +11,13 @@ elements, is written as the rectangles that it is.
 
 from __future__ import annotations
 
+import copy
 import math
+import os
 import shutil
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -57,6 +61,60 @@ class Piece:
         return (1,) * self.leading + tuple(self.data.shape)
 
 
+class Copies:
+    """Memory that a checkpoint is copied to, so that training goes on while it is written. Kept from one to the next: fresh pages
+    cost as much as the copying."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, Shape], Tensor] = {}
+
+    def of(self, pieces: Iterable[Piece]) -> list[Piece]:
+        copied = [replace(piece, data=self._copy(piece)) for piece in pieces]
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return copied
+
+    def _copy(self, piece: Piece) -> Tensor:
+        name, data = (piece.key, piece.offsets), piece.data
+        kept = self._kept.get(name)
+        if kept is None or (kept.shape, kept.dtype) != (data.shape, data.dtype):
+            kept = self._kept[name] = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
+        return kept.copy_(data, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """A checkpoint that is being written by a thread of each rank."""
+
+    folder: Path
+    aside: Path
+    common: dict[str, Any]
+    written: Future[
+        tuple[str, list[dict[str, Any]], int]
+    ]  # this rank's file: name, what the metadata needs of it, checksum
+
+    def finish(self) -> None:
+        """Waits for all ranks, and makes it whole. Collective over the world. Raises RunError on all ranks where a disk does not
+        take it."""
+        rank = dist.get_rank()
+        try:
+            files = _everyones(self.written.result, self.folder)
+            _everyones(lambda: self._complete(files) if rank == 0 else None, self.folder)
+        except RunError:
+            if rank == 0:
+                shutil.rmtree(self.aside, ignore_errors=True)  # the disk may be full
+            raise
+
+    def _complete(self, files: Sequence[tuple[str, list[dict[str, Any]], int]]) -> None:
+        records = [record for _, of_file, _ in files for record in of_file]
+        _demand_whole(records)
+        write_metadata(self.aside, records)
+        write_common(self.aside, self.common)
+        sums = {name: found for name, _, found in files}
+        write_checksums(self.aside, sums | {name: checksum(self.aside / name) for name in (METADATA, COMMON)})
+        self.aside.rename(self.folder)
+
+
 def save(
     folder: Path,
     chunks: Sequence[torch.nn.Module],
@@ -70,28 +128,39 @@ def save(
     aside and renamed: `folder` must not exist, and is whole when it does. Raises UserError where it exists, RunError on all ranks
     where a disk does not take it.
     """
+    begin(folder, chunks, optimizer=optimizer, common=common).finish()
+
+
+def begin(
+    folder: Path,
+    chunks: Sequence[torch.nn.Module],
+    *,
+    optimizer: Optimizer | None = None,
+    common: Mapping[str, Any] | None = None,
+    copies: Copies | None = None,
+) -> Unfinished:
+    """`save`, whose end is waited for later (`finish`). With `copies` training may go on meanwhile; without, nothing that is being
+    saved may change before it is finished."""
     rank = dist.get_rank()
     aside = folder.with_name(f".{folder.name}.unfinished")
     _agree(_emptied(folder, aside) if rank == 0 else None, UserError)
     mine = aside / f"__{rank}_0.distcp"
-
-    def finish() -> None:
-        if rank == 0:
-            records = [record for _, of_file, _ in files for record in of_file]
-            _demand_whole(records)
-            write_metadata(aside, records)
-            write_common(aside, _common(optimizer, common or {}))
-            sums = {name: found for name, _, found in files}
-            write_checksums(aside, sums | {name: checksum(aside / name) for name in (METADATA, COMMON)})
-            aside.rename(folder)
-
-    try:
-        files = _everyones(lambda: (mine.name, _write(mine, chunks, optimizer), checksum(mine)), folder)
-        _everyones(finish, folder)
-    except RunError:
-        if rank == 0:
-            shutil.rmtree(aside, ignore_errors=True)  # the disk may be full
-        raise
+    entries = _entries(chunks)
+    pieces = [piece for entry in entries for piece in _pieces(entry)]
+    if optimizer is not None:
+        pieces += _state_pieces(optimizer, entries)
+    pieces = [piece for piece in pieces if piece.mine]
+    objects = {
+        entry.unique_key: copy.deepcopy(entry.data)
+        for entry in entries
+        if isinstance(entry, ShardedObject) and is_main_replica(entry.replica_id)
+    }
+    if copies is not None:
+        pieces = copies.of(pieces)
+    writer = ThreadPoolExecutor(1, "checkpoint", initializer=_give_way if copies is not None else None)
+    written = writer.submit(lambda: (mine.name, _write(mine, pieces, objects), checksum(mine)))
+    writer.shutdown(wait=False)
+    return Unfinished(folder, aside, _common(optimizer, common or {}), written)
 
 
 def load(folder: Path, chunks: Sequence[torch.nn.Module], *, optimizer: Optimizer | None = None) -> dict[str, Any]:
@@ -289,19 +358,18 @@ def _restore(optimizer: Optimizer, found: Mapping[str, Any], folder: Path) -> No
 # -- disk
 
 
-def _write(path: Path, chunks: Sequence[torch.nn.Module], optimizer: Optimizer | None) -> list[dict[str, Any]]:
+def _give_way() -> None:
+    """Of a thread: what trains comes first."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+
+
+def _write(path: Path, pieces: Iterable[Piece], objects: Mapping[str, Any]) -> list[dict[str, Any]]:
     """This rank's file. Answers with what the metadata needs of it."""
-    entries = _entries(chunks)
-    pieces = [piece for entry in entries for piece in _pieces(entry)]
-    if optimizer is not None:
-        pieces += _state_pieces(optimizer, entries)
     with ChunkFile(path) as file:
         for piece in pieces:
-            if piece.mine:
-                file.write(piece.key, piece.data.to("cpu").reshape(piece.sizes), piece.offsets, piece.shape)
-        for entry in entries:
-            if isinstance(entry, ShardedObject) and is_main_replica(entry.replica_id):
-                file.write_object(entry.unique_key, [entry.data])
+            file.write(piece.key, piece.data.to("cpu").reshape(piece.sizes), piece.offsets, piece.shape)
+        for key, value in objects.items():
+            file.write_object(key, [value])
         file.sync()
     return file.records
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +15,48 @@ from megarl.bridge.hf_io import copy_companions
 from megarl.errors import RunError, UserError
 
 
-def save(folder: Path, role: str, engine: Any, place: Any, source: Path) -> dict[str, int]:
-    """Collective over the ranks of the role. Answers with the sizes of the files that this rank wrote, by path in `folder`.
-    `source`: the Hugging Face folder that the role began with, whose config and tokenizer go beside the actor's weights."""
-    from megarl.megatron import dist_checkpoint
+class Save:
+    """A role's part of a checkpoint that this rank writes, from its beginning to `finish`.
 
-    dist_checkpoint.save(folder / role, engine.chunks, optimizer=engine.optimizer)
-    beside = folder / "ranks" / f"{role}-{place.rank}.safetensors"
+    Collective over the ranks of the role. `source`: the Hugging Face folder that the role began with, whose config and tokenizer go
+    beside the actor's weights. `copies`: where training goes on meanwhile.
+    """
+
+    def __init__(self, folder: Path, role: str, engine: Any, place: Any, source: Path, copies: Any = None):
+        from megarl.megatron import dist_checkpoint
+
+        self._folder, self._role, self._rank = folder, role, place.rank
+        self._source, self._dtype = source, engine.config.params_dtype
+        self._beside = folder / "ranks" / f"{role}-{place.rank}.safetensors"
+        with _told(self._beside.parent):
+            self._beside.parent.mkdir(exist_ok=True)
+            save_file(_own(engine), self._beside, {"layout": str(place)})
+        self._state = dist_checkpoint.begin(folder / role, engine.chunks, optimizer=engine.optimizer, copies=copies)
+
+    @property
+    def written(self) -> bool:
+        """Whether `finish` would wait for other ranks only."""
+        return self._state.written.done()
+
+    def finish(self) -> dict[str, int]:
+        """Answers with the sizes of the files that this rank wrote, by path in the checkpoint's folder."""
+        self._state.finish()
+        home = self._folder / self._role
+        mine = [home / f"__{self._rank}_0.distcp", self._beside]
+        with _told(home):
+            if self._rank == 0:
+                if self._role == "actor":
+                    copy_companions(self._source, home, self._dtype, {})
+                mine += [path for path in sorted(home.iterdir()) if path.is_file() and path.suffix != ".distcp"]
+            return {str(path.relative_to(self._folder)): path.stat().st_size for path in mine}
+
+
+@contextmanager
+def _told(folder: Path) -> Iterator[None]:
     try:
-        beside.parent.mkdir(exist_ok=True)
-        save_file(_own(engine), beside, {"layout": str(place)})
-        mine = [folder / role / f"__{place.rank}_0.distcp", beside]
-        if place.rank == 0:
-            if role == "actor":
-                copy_companions(source, folder / role, engine.config.params_dtype, {})
-            mine += [path for path in sorted((folder / role).iterdir()) if path.is_file() and path.suffix != ".distcp"]
-        return {str(path.relative_to(folder)): path.stat().st_size for path in mine}
+        yield
     except (OSError, SafetensorError) as error:
-        raise RunError(f"{beside.parent} could not be written: {getattr(error, 'strerror', None) or error}") from error
+        raise RunError(f"{folder} could not be written: {getattr(error, 'strerror', None) or error}") from error
 
 
 def load(folder: Path, role: str, engine: Any, place: Any) -> bool:

@@ -33,6 +33,8 @@ class Worker:
         self.models = models
         self.layout = layout
         self.threads = threads
+        self.saves: dict[str, Any] = {}  # by role, what is being written
+        self.copies: dict[str, Any] = {}  # and what it is written from
 
     def address(self) -> tuple[str, int]:
         """An address of this host and a free port on it, for the ranks to meet at."""
@@ -149,12 +151,23 @@ class Worker:
         with self.roles.looking("actor"):
             return self.writers["actor"].send(buckets, self.outlet)
 
-    def save(self, folder: str, role: str) -> dict[str, int]:
-        """Write this rank's part of a role to a checkpoint; sizes of the files it wrote, by path in the folder."""
-        from megarl.roles import saving
+    def begin_save(self, folder: str, role: str, copied: bool) -> None:
+        """Begin to write this rank's part of a role to a checkpoint. Not `copied`: nothing else may be called before `finish_save`."""
+        from megarl.megatron.dist_checkpoint import Copies
+        from megarl.roles.saving import Save
 
+        copies = self.copies.setdefault(role, Copies()) if copied else None
         with self.roles.learning(role) as engine:
-            return saving.save(Path(folder), role, engine, self.place, Path(getattr(self.models, role)))
+            source = Path(getattr(self.models, role))
+            self.saves[role] = Save(Path(folder), role, engine, self.place, source, copies)
+
+    def written(self, role: str) -> bool:
+        """Whether what `begin_save` began is on the disk."""
+        return self.saves[role].written
+
+    def finish_save(self, role: str) -> dict[str, int]:
+        """Wait until all ranks have written; sizes of the files this one wrote, by path in the folder."""
+        return self.saves.pop(role).finish()
 
     def load(self, folder: str, role: str) -> bool:
         """Fill a role from a checkpoint; whether what is a rank's alone came back too."""

@@ -51,6 +51,10 @@ class Group:
     def finished(self) -> bool:
         return not self.unfinished
 
+    def resize(self, n: int) -> None:
+        """Makes it a group of n: the first of its responses stay."""
+        self.responses = self.responses[:n] + [Response() for _ in range(n - len(self.responses))]
+
     def seed(self, at: int, seed: int) -> int:
         """Of the response at this place, 0 to 2**62, in a run with this seed: alike whenever, where and beside whatever it is
         sampled."""

@@ -24,12 +24,22 @@ class Role:
     def __init__(self, content: bytes = b"weights", fails: bool = False):
         self.content, self.fails = content, fails
 
-    def save(self, folder: Path, role: str) -> dict[str, int]:
+    def begin_save(self, folder: Path, role: str, copied: bool) -> None:
         (folder / role).mkdir()
         (folder / role / "part").write_bytes(self.content)
+
+    def written(self, role: str) -> bool:
+        return True
+
+    def finish_save(self, role: str) -> dict[str, int]:
         if self.fails:
             raise RunError("the disk is full")
         return {f"{role}/part": len(self.content)}
+
+
+def save(checkpoints: Checkpoints, *of: Any) -> None:
+    checkpoints.begin(*of)
+    checkpoints.finish()
 
 
 def made(**sections: Any) -> Config:
@@ -39,7 +49,7 @@ def made(**sections: Any) -> Config:
 def run_of(folder: Path, steps: int, keep: int = 9, cfg: Config | None = None) -> Path:
     run = folder / "tiny-20300101-000000"
     for step in range(1, steps + 1):
-        Checkpoints(run, keep).save(step, cfg or made(), STATE | {"of": step}, {"actor": Role()})
+        save(Checkpoints(run, keep), step, cfg or made(), STATE | {"of": step}, {"actor": Role()})
     return run
 
 
@@ -63,16 +73,26 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
 def test_one_that_was_not_finished_does_not_count(tmp_path: Path) -> None:
     run = run_of(tmp_path, 2)
     with pytest.raises(RunError, match="disk is full"):
-        Checkpoints(run, 9).save(3, made(), STATE, {"actor": Role(fails=True)})
+        save(Checkpoints(run, 9), 3, made(), STATE, {"actor": Role(fails=True)})
     assert checkpoint.read(run).step == 2
     assert (run / "checkpoints" / ".step-000003.unfinished").is_dir()
-    Checkpoints(run, 9).save(3, made(), STATE, {"actor": Role()})
+    save(Checkpoints(run, 9), 3, made(), STATE, {"actor": Role()})
     assert not list((run / "checkpoints").glob(".*")) and checkpoint.read(run).step == 3
+
+
+def test_one_that_is_being_written_does_not_count(tmp_path: Path) -> None:
+    run = run_of(tmp_path, 2)
+    writing = Checkpoints(run, 1)
+    writing.begin(3, made(), STATE, {"actor": Role()}, True)
+    assert (checkpoint.read(run).step, writing.unfinished) == (2, 3)
+    assert writing.written()
+    writing.finish()
+    assert (checkpoint.read(run).step, writing.unfinished) == (3, None)
 
 
 def test_what_json_cannot_hold_is_told(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="a problem holds what JSON cannot"):
-        Checkpoints(tmp_path / "run", 1).save(1, made(), {"payload": object()}, {})
+        save(Checkpoints(tmp_path / "run", 1), 1, made(), {"payload": object()}, {})
 
 
 def damage(folder: Path, how: str) -> None:
@@ -136,7 +156,7 @@ def test_a_course_that_is_left_counts_no_more(tmp_path: Path) -> None:
     one = Checkpoints(run, 1)
     one.go_on_from(1)
     assert checkpoint.read(run).step == 1
-    one.save(2, made(), STATE, {"actor": Role()})
+    save(one, 2, made(), STATE, {"actor": Role()})
     names = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert names == ["latest", "left-step-000002", "left-step-000003", "step-000002"] and checkpoint.read(run).step == 2
 
@@ -147,7 +167,7 @@ def test_auto_takes_the_newest_run_that_is_not_finished(tmp_path: Path) -> None:
     run = run_of(tmp_path, 1)
     (tmp_path / "tiny-20310101-000000").mkdir()  # it wrote none
     for name in ("tinyother", "tiny-two", "tin"):
-        Checkpoints(tmp_path / f"{name}-20320101-000000", 1).save(7, made(), STATE, {})
+        save(Checkpoints(tmp_path / f"{name}-20320101-000000", 1), 7, made(), STATE, {})
     assert (found := checkpoint.find(cfg)) is not None and found.run == run
     (run / "summary.json").write_text('{"status": "finished"}')
     assert checkpoint.find(cfg) is None

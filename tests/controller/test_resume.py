@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,9 @@ class Whole:
         self.run = finished(folder / "whole", *settings, f"rollout.record={self.recording}")
 
     def replayed(self, *more: str) -> tuple[str, ...]:
-        return (*self.settings, f"rollout.replay={self.recording}", "checkpoint.every=1", "checkpoint.keep=9", *more)
+        """Checkpoints are written while the next steps run."""
+        saving = ("checkpoint.every=1", "checkpoint.keep=9", "checkpoint.asynchronous=true")
+        return (*self.settings, f"rollout.replay={self.recording}", *saving, *more)
 
 
 def finished(folder: Path, *settings: str, root: Path | None = None) -> Run:
@@ -154,18 +157,19 @@ def test_sampled_again_it_is_the_same_run(whole: Whole, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_what_was_sampled_and_not_used_is_not_lost(tmp_path: Path) -> None:
-    """Unfinished responses of an oversampled step wait in the checkpoint."""
+    """Unfinished responses of an oversampled step wait in the checkpoint; groups of another size are filled up to the new one."""
     settings = (*COMMON, "rollout.oversample=2", "rollout.unfinished=keep", "checkpoint.every=1")
     run = killed(tmp_path / "killed", 2, *settings, "run.steps=1000")
     back_to(run.run_folder, 2)
     state = json.loads((run.run_folder / "checkpoints" / "step-000002" / "state.json").read_text())["state"]
     waiting = [g["name"] for key in ("resumed", "new") for g in state["rollout"][key]]
-    waiting += [counted["samples"][0]["group"] for counted in state["rollout"]["over"]]
+    waiting += [group["name"] for group in state["rollout"]["over"]]
     assert waiting
-    finished(tmp_path / "again", *settings, "run.resume=auto", root=run.root)
-    lines = (run.run_folder / "samples.jsonl").read_text().splitlines()
-    later = {json.loads(line)["uid"] for line in lines if json.loads(line)["step"] == 3}
-    assert later & {name.partition("@")[0] for name in waiting}
+    finished(tmp_path / "again", *settings, "rollout.n=6", "run.resume=auto", root=run.root)
+    lines = map(json.loads, (run.run_folder / "samples.jsonl").read_text().splitlines())
+    later = Counter(line["uid"] for line in lines if line["step"] == 3)
+    assert later.keys() & {name.partition("@")[0] for name in waiting}
+    assert all(count % 6 == 0 for count in later.values())
     assert [row["step"] for row in numbers(run.run_folder)] == [1, 2, 3, 4]
 
 

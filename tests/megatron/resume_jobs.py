@@ -29,6 +29,7 @@ class Job:
     start: str | None
     end: str
     dtype: str = "float32"
+    meanwhile: bool = False  # one more step is made while the checkpoint is being written
 
 
 def run_jobs(rank: int, world: int, port: int, jobs: list[Job]) -> list[Any]:
@@ -52,12 +53,21 @@ def _run(rank: int, world: int, job: Job) -> Any:
         batch = random_batch(engine.map.dims.vocab)
         generator = torch.Generator().manual_seed(11)
         log_probs = -5.0 + torch.randn(int(batch.response_lengths.sum()), generator=generator)
-        for part in mini_batches(with_rollouts(batch, log_probs))[job.first : job.last]:
-            mine = share(part, job.layout, place)
-            engine.train(part.take(mine), OBJECTIVE, denominators(part.padded("loss_mask")), temperature=1.0)
-        dist_checkpoint.save(
-            Path(job.end), engine.chunks, optimizer=engine.optimizer, common={"step": job.last, "name": "a run"}
-        )
+        parts = mini_batches(with_rollouts(batch, log_probs))
+
+        def train(first: int, last: int) -> None:
+            for part in parts[first:last]:
+                mine = share(part, job.layout, place)
+                engine.train(part.take(mine), OBJECTIVE, denominators(part.padded("loss_mask")), temperature=1.0)
+
+        train(job.first, job.last)
+        state = {"optimizer": engine.optimizer, "common": {"step": job.last, "name": "a run"}}
+        if job.meanwhile:
+            writing = dist_checkpoint.begin(Path(job.end), engine.chunks, **state, copies=dist_checkpoint.Copies())
+            train(job.last, job.last + 1)
+            writing.finish()
+        else:
+            dist_checkpoint.save(Path(job.end), engine.chunks, **state)
         return common
 
 

@@ -102,7 +102,8 @@ def test_training_goes_on_as_if_it_had_not_stopped(case: str, tmp_path: Path) ->
 
     def run(name: str, on: Layout, first: int, last: int, start: str | None = None) -> Any:
         start = None if start is None else str(tmp_path / start)
-        job = resume_jobs.Job(on, str(folder), free_port(), first, last, start, str(tmp_path / name), dtype)
+        end, meanwhile = str(tmp_path / name), name == "half"
+        job = resume_jobs.Job(on, str(folder), free_port(), first, last, start, end, dtype, meanwhile)
         return run_ranks(on.world, resume_jobs.run_jobs, [job])[0][0]
 
     run("straight", layout, 0, 4)
