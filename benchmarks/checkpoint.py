@@ -51,10 +51,11 @@ def trainer(tokens: int) -> tuple[Any, Callable[[], None]]:
         optimizer=OptimizerConfig(lr=1e-9),
         total_updates=10**6,
     )
-    batch = Batch.from_samples(
+    rows = [
         Sample(str(i), str(i), p, r, [1] * len(r), [0.0] * len(r), "stop", 0, 0.0, {})
         for i, (p, r) in enumerate(samples(tokens))
-    )
+    ]
+    batch = Batch.from_samples(rows)
     totals = denominators(batch.padded("loss_mask"))
 
     def step() -> None:
@@ -102,10 +103,13 @@ def measure(scratch: Path, tokens: int, rounds: int) -> dict[str, list[float]]:
     step()
     begin().finish()  # fresh pages, once
     seconds["bytes"] = [float(sum(path.stat().st_size for path in target.iterdir()))]
-    for _ in range(rounds):
-        timed("without", steps)
-        for what, act in (("asynchronous", asynchronous), ("synchronous", synchronous)):
-            shutil.rmtree(target)
+    ways: list[tuple[str, Callable[[], None]]]
+    ways = [("without", steps), ("asynchronous", asynchronous), ("synchronous", synchronous)]
+    for number in range(rounds):
+        shift = number % len(ways)
+        for what, act in ways[shift:] + ways[:shift]:
+            if act is not steps:
+                shutil.rmtree(target)
             timed(what, act)
         copy = scratch / "copy"
         copy.mkdir()

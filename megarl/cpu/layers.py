@@ -207,9 +207,7 @@ def _similar(segments: list[Segment]) -> list[list[Segment]]:
     real = 0
     for s in sorted(segments, key=lambda s: (s.length, s.start)):
         pairs = s.length**2
-        if buckets and (
-            s.length <= _SMALL or (len(buckets[-1]) + 1) * pairs <= (real + pairs) / (1 - _PADDING_WASTE)
-        ):
+        if buckets and (s.length <= _SMALL or (len(buckets[-1]) + 1) * pairs <= (real + pairs) / (1 - _PADDING_WASTE)):
             buckets[-1].append(s)
             real += pairs
         else:
