@@ -65,9 +65,8 @@ def extra_states(model: ModelMap) -> list[str]:
     """Keys of the empty objects that Megatron expects beside the parameters of layers."""
     keys: dict[str, None] = {}
     for parameter in model.parameters:
-        if ".mlp.router." in parameter.name or (
-            parameter.layer is None and parameter.name != "decoder.final_layernorm.weight"
-        ):
+        outside = parameter.stage in ("first", "last") and parameter.name != "decoder.final_layernorm.weight"
+        if outside or parameter.pad_vocabulary or ".mlp.router." in parameter.name:
             continue
         slot = written(model, parameter)
         place = f"shard_{'.'.join(map(str, slot.index or (0,)))}_{'.'.join(map(str, slot.axes or (1,)))}"

@@ -11,8 +11,10 @@ from typing import Any, Literal
 from megarl.bridge.layout import Join, Shape, Split, stacked
 from megarl.errors import UserError
 
-Stage = Literal["first", "layer", "last"]
+Stage = Literal["first", "layer", "last", "mtp"]  # the last: layers for multi-token prediction (mtp.py)
 Config = Mapping[str, Any]  # a config.json
+# Fields that say how many layers for multi-token prediction there are; transformers has both names.
+MTP = ("num_nextn_predict_layers", "num_mtp_layers")
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Dims:
     nope_dim: int = 0  # of a head's query and key: the part without, and the part with positions
     rope_dim: int = 0
     v_dim: int = 0
+    mtp: int = 0  # layers for multi-token prediction
     labels: int = 0  # scores of a head in the output layer's place
     parts: frozenset[str] = frozenset()  # names of what this model has and others of its family lack (see `with_part`)
 
@@ -66,8 +69,8 @@ class Dims:
         return self.heads * self.v_dim
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether the layer's MLP is a mixture of experts."""
-        return bool(self.sparse) and self.sparse[layer]
+        """Whether the layer's MLP is a mixture of experts. Layers for multi-token prediction, which count on, are as the last one."""
+        return bool(self.sparse) and self.sparse[min(layer, self.layers - 1)]
 
     def shape(self, names: str) -> Shape:
         """`"q hidden"` → (heads x head_dim, hidden); `"ffn+ffn hidden"` → (2 x ffn, hidden)."""
@@ -148,6 +151,7 @@ class Family:
     settings: Callable[[Config], Mapping[str, Any]] | None = None
     rope: Callable[[Config], Config] | None = None
     yarn: bool = False  # YaRN is understood, without latent attention
+    mtp: bool = False  # layers for multi-token prediction are understood
 
     @property
     def latent(self) -> bool:
@@ -157,7 +161,7 @@ class Family:
     @property
     def understands(self) -> frozenset[str]:
         """The fields of config.json that this family reads beside those that all do."""
-        return self.reads | {name for names in self.sizes.values() for name in names}
+        return self.reads | {name for names in self.sizes.values() for name in names} | set(MTP if self.mtp else ())
 
 
 def families() -> dict[str, Family]:

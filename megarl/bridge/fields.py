@@ -17,6 +17,6 @@ def whole(config: Config, field: str, least: int) -> int:
 def number(config: Config, field: str, default: float | None) -> float | None:
     """A field that is a number above 0, or null."""
     value = config.get(field, default)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e300):
         raise UserError(f"config.json: {field} = {value!r} must be a number above 0.")
     return value

@@ -15,10 +15,12 @@ from megarl.errors import UserError
 def new_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """A folder to build in, which becomes `target` when the block ends well and vanishes when it does not.
 
-    So nothing half-written ever has the final name. Raises UserError where `target` exists and may not be replaced, or
-    where it cannot be made.
+    So nothing half-written ever has the final name. Where `target` is a symbolic link, the folder that it names is made. Raises
+    UserError where that exists and may not be replaced, or where it cannot be made.
     """
-    target = target.absolute()
+    target = Path(os.path.realpath(target))
+    if target.is_symlink() or target.parent == target:
+        raise UserError(f"{target} is no name for a new folder.")
     empty = target.is_dir() and not any(target.iterdir())
     if target.exists() and not overwrite and not empty:
         raise UserError(f"{target} exists already and is not overwritten.")

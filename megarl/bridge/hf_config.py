@@ -52,6 +52,9 @@ USUAL: Mapping[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1, None),
 }
 PARTIAL = "partial_rotary_factor"
+# More than any model has: a map of so many would take hours to make. Experts: of all layers together.
+_MOST = {"layers": 10_000, "heads": 4_096, "kv_heads": 4_096, "experts": 200_000}
+_LARGEST = 1 << 40  # of anything else
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise UserError(f"{folder} holds no config.json, so it is not a Hugging Face model folder.")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {error}.") from error
     if not isinstance(config, dict):
         raise UserError(f"{path} holds {type(config).__name__}, not an object.")
@@ -122,7 +125,10 @@ def check_fields(family: Family, config: Mapping[str, Any]) -> None:
             if not all(item in allowed for item in (value if isinstance(value, list) else [value])):
                 problems.append(f"{key} = {value!r} is not supported (supported: {', '.join(map(repr, allowed))})")
         elif key == "quantization_config":
-            problems.append("the weights are quantised: give the unquantised checkpoint")
+            problems.append(
+                "the weights are quantised: give the unquantised checkpoint; from mxfp4 or fp8 `megarl convert hf-to-megatron` and "
+                "`megatron-to-hf` make one"
+            )
         elif key not in READ | NEUTRAL | family.ignores | family.understands:
             problems.append(f"the field {key} = {value!r} is not understood")
     if problems:
@@ -142,10 +148,11 @@ def read_dims(family: Family, config: Mapping[str, Any]) -> Dims:
             value, rest = divmod(sizes["hidden"], sizes["heads"])
             if rest:
                 raise UserError(f"config.json: hidden_size {sizes['hidden']} is no multiple of {sizes['heads']} heads.")
-        sizes[name] = _size(family, key, value)
+        sizes[name] = _size(family, name, key, value)
     for name, keys in family.sizes.items():
         key = next((key for key in keys if key in config), keys[0])
-        sizes[name] = _size(family, key, config.get(key, family.defaults.get(key)))
+        most = _MOST["experts"] // sizes["layers"] if name == "experts" else None
+        sizes[name] = _size(family, name, key, config.get(key, family.defaults.get(key)), most)
     if sizes["heads"] % sizes["kv_heads"]:
         raise UserError(
             f"config.json: num_attention_heads {sizes['heads']} is no multiple of num_key_value_heads {sizes['kv_heads']}."
@@ -154,11 +161,13 @@ def read_dims(family: Family, config: Mapping[str, Any]) -> Dims:
     return Dims(**{**sizes, **derived})
 
 
-def _size(family: Family, key: str, value: Any) -> int:
+def _size(family: Family, name: str, key: str, value: Any, most: int | None = None) -> int:
     if value is None:
         raise UserError(f"config.json of a {family.architecture} lacks {key}.")
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise UserError(f"config.json: {key} = {value!r} must be a positive whole number.")
+    if value > (most := most or _MOST.get(name, _LARGEST)):
+        raise UserError(f"config.json: {key} = {value} is more than any model has: at most {most} can be mapped.")
     return value
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
+import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -19,7 +19,7 @@ from torch import Tensor
 from megarl.bridge.folders import new_folder
 from megarl.bridge.layout import Cut, Shape, Where
 from megarl.bridge.model_map import ModelMap, Parameter
-from megarl.bridge.raw_io import WriteBehind, raw, read_exactly
+from megarl.bridge.raw_io import WriteBehind, raw, read_exactly, reading
 from megarl.errors import RunError, UserError
 
 INDEX = "model.safetensors.index.json"
@@ -83,7 +83,9 @@ class HFReader:
             out.copy_(self.get_slice(name, region))
             return
         first = region[0].start * math.prod(rows) * out.itemsize
-        if not read_exactly(descriptor.fileno(), start + first, out):
+        with reading(self.folder / file, RunError):
+            whole = read_exactly(descriptor.fileno(), start + first, out)
+        if not whole:
             raise UserError(f"{self.folder / file} is damaged or cut short.")
 
     def _place(self, name: str) -> tuple[str, str] | None:
@@ -97,8 +99,9 @@ class HFReader:
     def check(self, model: ModelMap) -> None:
         """Raises UserError unless the folder holds exactly the tensors that the map knows, in their shapes.
 
-        Two kinds of tensors may be there in excess, as `transformers` ignores them too: the output layer of a model with
-        tied embeddings, and the rotary frequencies that old checkpoints carry.
+        Three kinds of tensors may be there in excess, as `transformers` ignores them too: the output layer of a model with
+        tied embeddings, the rotary frequencies that old checkpoints carry, and the layers for multi-token prediction where the map
+        leaves them out.
         """
         found = {name: self.shape(name) for name in self.names}
         missing = [name for name in model.hf_shapes if name not in found]
@@ -128,6 +131,8 @@ class HFReader:
             path = self.folder / file
             if not path.is_file():
                 raise UserError(f"{path} is missing, though {INDEX} names it.")
+            with reading(path):
+                path.open("rb").close()  # safetensors would say of a file that may not be read that it is damaged
             try:
                 self._files[file] = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
@@ -138,7 +143,7 @@ class HFReader:
         path = self.folder / INDEX
         try:
             weight_map: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(f"{path} cannot be read: {error!r}.") from error
         if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
             raise UserError(f"{path}: weight_map must name a file for every tensor.")
@@ -351,10 +356,14 @@ def copy_companions(source: Path, folder: Path, dtype: torch.dtype, changes: Map
 def copy_texts(source: Path, folder: Path) -> None:
     """Tokenizer, chat template and generation config."""
     for pattern in COMPANIONS:
-        for path in source.glob(pattern):
+        # Not through `glob` where there is one: it passes over a link that leads nowhere, and the copy would lack it.
+        found = source.glob(pattern) if "*" in pattern else filter(os.path.lexists, [source / pattern])
+        for path in found:
+            with reading(path):
+                content = path.read_bytes()
             copy = folder / path.relative_to(source)
             copy.parent.mkdir(exist_ok=True)
-            shutil.copyfile(path, copy)
+            copy.write_bytes(content)
 
 
 def load_parameter(reader: HFReader, parameter: Parameter, where: Where, out: Tensor) -> None:
@@ -398,7 +407,7 @@ def export_tensors(
 
 
 def _ignorable(name: str, model: ModelMap) -> bool:
-    return name.endswith("rotary_emb.inv_freq") or (model.tied and name == "lm_head.weight")
+    return model.leaves_out(name) or name.endswith("rotary_emb.inv_freq") or (model.tied and name == "lm_head.weight")
 
 
 def _shard_name(number: int, total: int) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from megarl.bridge import mtp
 from megarl.bridge.family import Dims, Family, Rule, Stage, find_family
 from megarl.bridge.heads import Head, body
 from megarl.bridge.hf_config import Rope, check_fields, read_config, read_dims, read_rope
@@ -140,8 +141,10 @@ class ModelMap:
         max_positions: int,
         settings: Mapping[str, Any] | None = None,
         head: Head | None = None,
+        ahead: int = 0,
     ):
         self.family = family.model_type
+        self.ahead = ahead  # layers for multi-token prediction that config.json tells of
         self.dims = dims
         self.tied = tied
         self.head = head  # in the place of the output layer
@@ -159,25 +162,31 @@ class ModelMap:
             self.prove(tp_size, tp_size if dims.expert_ffn % tp_size == 0 else 1)
 
     @classmethod
-    def from_hf(cls, source: Mapping[str, Any] | str | Path, head: Head | None = None) -> ModelMap:
+    def from_hf(
+        cls, source: Mapping[str, Any] | str | Path, head: Head | None = None, names: Iterable[str] = ()
+    ) -> ModelMap:
         """From a Hugging Face folder, or from its config.json as a dict; with a score head in the place of its output layer where
-        one is given. Raises UserError for what cannot be mapped."""
+        one is given. `names`: of a checkpoint's tensors, Hugging Face's or Megatron's; the layers for multi-token prediction that they
+        tell of are in the map then. Raises UserError for what cannot be mapped."""
         config = source if isinstance(source, Mapping) else read_config(Path(source))
         if head is not None:
             config = body(config)
         family = find_family(config)
         check_fields(family, config)
-        dims = read_dims(family, config)
-        if head is not None:
-            family, dims = head.on(family, dims)
         try:
+            dims = read_dims(family, config)
+            ahead = mtp.count(config) if family.mtp else 0
+            settings = family.settings(config) if family.settings is not None else {}
             rope = read_rope(family, config if family.rope is None else family.rope(config))
             norm_eps = float(config.get("rms_norm_eps", family.defaults.get("rms_norm_eps", 1e-6)))
             max_positions = int(config.get("max_position_embeddings", 2048))
-        except (TypeError, ValueError, ArithmeticError) as error:
+        except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
             raise UserError(f"config.json has a value of a wrong kind: {error}.") from error
+        if head is not None:
+            family, dims = head.on(family, dims)
+        if ahead and (parts := mtp.held(names, dims.layers)) is not None:
+            dims = replace(dims, mtp=ahead, parts=dims.parts | parts)
         tied = bool(config.get("tie_word_embeddings", family.defaults.get("tie_word_embeddings", False)))
-        settings = family.settings(config) if family.settings is not None else {}
         return cls(
             family,
             dims,
@@ -187,7 +196,12 @@ class ModelMap:
             max_positions=max_positions,
             settings=settings,
             head=head,
+            ahead=ahead,
         )
+
+    def leaves_out(self, name: str) -> bool:
+        """Whether a tensor of a checkpoint is of a layer for multi-token prediction, and not in this map."""
+        return bool(self.ahead) and not self.dims.mtp and mtp.is_ahead(name, self.dims.layers)
 
     @property
     def has_experts(self) -> bool:
@@ -286,6 +300,11 @@ class ModelMap:
         """What Megatron's GPTModel reads off its configuration though it is no argument of it."""
         return {} if self.is_latent else self._rope.yarn_attributes()
 
+    def arithmetic(self) -> list[Any]:
+        """All that a config.json says of what the model computes: two that are equal in this are one model."""
+        said = [self.family, self.tied, self.transformer_config(), self.model_args(), self.config_attributes()]
+        return [*said, self.hf_shapes]
+
     def tensor_sizes(self) -> list[int]:
         """The tensor-parallel sizes that the model allows."""
         return _divisors(math.gcd(*self._cut_by_tensor().values()))
@@ -370,6 +389,11 @@ def _parameters(rules: Iterable[Rule], dims: Dims, tied: bool) -> list[Parameter
             for expert in (range(dims.experts) if rule.of_experts else (None,))
         ),
         *(_parameter(rule, dims, None, None, tied) for rule in last),
+        *(
+            _parameter(rule, dims, None, expert, tied)
+            for rule in mtp.rules(layers, dims)
+            for expert in (range(dims.experts) if rule.of_experts else (None,))
+        ),
     ]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from megarl.bridge import dense
 from megarl.bridge.dense import HF, MEGATRON
 from megarl.bridge.family import Config, Dims, Rule
-from megarl.bridge.fields import whole
+from megarl.bridge.fields import number, whole
 from megarl.bridge.layout import Split
 from megarl.errors import UserError
 
@@ -133,7 +133,7 @@ def biased_sigmoid(config: Config) -> dict[str, Any]:
         raise UserError("config.json: num_experts_per_tok = 1 gives the router no gradient: not supported.")
     arguments = {
         "moe_router_topk": count,
-        "moe_router_topk_scaling_factor": float(config.get("routed_scaling_factor") or 1.0),
+        "moe_router_topk_scaling_factor": float(number(config, "routed_scaling_factor", None) or 1.0),
     }
     if best < groups:
         # Megatron rates a group by its k // topk_group best, transformers by its two best.

@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import IO
 
 import torch
 from torch import Tensor
 
+from megarl.errors import RunError, UserError
+
 _EACH = 32 << 20  # bytes
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE of linux/fs.h: begin, do not wait
+
+
+@contextmanager
+def reading(path: Path, error: type[UserError | RunError] = UserError) -> Iterator[None]:
+    """What the system says of a file that is read, as one sentence that names it; without it, it would be taken for the file that is
+    written meanwhile. `RunError` where the same may go well at another time: a disk that was found readable."""
+    try:
+        yield
+    except OSError as said:
+        raise error(f"{said.filename or path} cannot be read: {said.strerror or said}.") from said
 
 
 def raw(tensor: Tensor) -> memoryview:

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from megarl.bridge.layout import Shape
-from megarl.bridge.raw_io import read_exactly
-from megarl.errors import UserError
+from megarl.bridge.raw_io import read_exactly, reading
+from megarl.errors import RunError, UserError
 
 CONFIG, METADATA, COMMON = "metadata.json", ".metadata", "common.pt"
 LATEST = "latest_checkpointed_iteration.txt"  # of a folder of Megatron-LM: names the checkpoint in it
@@ -192,7 +192,9 @@ class DistReader:
             offset += block.numel() * dtype.itemsize
 
     def _read_bytes(self, file: int, name: str, offset: int, out: Tensor) -> None:
-        if not read_exactly(file, offset, out):
+        with reading(self.folder / name, RunError):
+            whole = read_exactly(file, offset, out)
+        if not whole:
             raise UserError(f"{self.folder / name} is cut short.")
 
     def _data_start(self, stored: Stored, chunk: Chunk) -> int:
@@ -206,7 +208,8 @@ class DistReader:
 
     def _open(self, name: str) -> BinaryIO:
         if name not in self._files:
-            self._files[name] = (self.folder / name).open("rb")
+            with reading(self.folder / name):
+                self._files[name] = (self.folder / name).open("rb")
         return self._files[name]
 
     def _check_files(self) -> None:
@@ -235,8 +238,11 @@ def resolve(folder: Path) -> Path:
     pointer = folder / LATEST
     if (folder / CONFIG).is_file() or not pointer.is_file():
         return folder
-    text = pointer.read_text(encoding="utf-8", errors="replace").strip()
-    named = folder / (f"iter_{int(text):07d}" if text.isdigit() else "release")
+    with reading(pointer):
+        text = pointer.read_text(encoding="utf-8", errors="replace").strip()
+    if not (text == "release" or (text.isascii() and text.isdigit() and len(text) < 20)):
+        raise UserError(f"{pointer} must hold a number or the word release, not {text[:40]!r}.")
+    named = folder / (text if text == "release" else f"iter_{int(text):07d}")
     if not named.is_dir():
         raise UserError(f"{pointer} names {text!r}, but there is no {named}.")
     return named
@@ -253,7 +259,7 @@ def check_format(folder: Path) -> None:
         raise UserError(f"{folder} holds no {CONFIG}, so it is no finished checkpoint of Megatron.")
     try:
         kind = json.loads(path.read_text(encoding="utf-8"))["sharded_backend"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {error!r}.") from error
     if kind != "torch_dist":
         raise UserError(f"{folder} is a checkpoint of the kind {kind!r}; torch_dist can be read.")
@@ -277,12 +283,12 @@ def read_metadata(folder: Path) -> tuple[dict[str, Stored], dict[str, tuple[str,
                 objects[key] = _place(where[key, None])
                 continue
             chunks = tuple(
-                Chunk(tuple(c.offsets), tuple(c.sizes), *_place(where[key, tuple(c.offsets)])) for c in entry.chunks
+                Chunk(_counts(c.offsets), _counts(c.sizes), *_place(where[key, tuple(c.offsets)])) for c in entry.chunks
             )
             dtype = entry.properties.state[0]  # its own order: dtype, layout, requires_grad, memory format, pinned
             if not isinstance(dtype, torch.dtype):
                 raise TypeError(f"{key} has the dtype {dtype!r}")
-            tensors[key] = Stored(dtype, tuple(entry.size), chunks)
+            tensors[key] = Stored(dtype, _counts(entry.size), chunks)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path} does not describe a checkpoint: {error!r}.") from error
     return tensors, objects
@@ -291,7 +297,7 @@ def read_metadata(folder: Path) -> tuple[dict[str, Stored], dict[str, tuple[str,
 def safe_metadata(path: Path) -> Any:
     """The `Metadata` of a checkpoint. Raises UserError for a file that names anything else."""
     try:
-        with path.open("rb") as file:
+        with reading(path), path.open("rb") as file:
             found = _Metadata(file, path).load()
     except UserError:
         raise
@@ -450,7 +456,16 @@ def _place(info: Any) -> tuple[str, int, int]:
         raise ValueError(f"{name!r} is no file of the folder")
     if info.__dict__.get("transform_descriptors"):
         raise ValueError(f"{name} is encoded by {info.transform_descriptors}")
-    return name, int(start), int(length)
+    first, size = _counts((start, length))
+    return name, first, size
+
+
+def _counts(numbers: Iterable[Any]) -> Shape:
+    """Whole numbers as files have them; no sentence could be said of longer ones."""
+    found = tuple(numbers)
+    if not all(isinstance(n, int) and 0 <= n < 1 << 63 for n in found):
+        raise ValueError("it has numbers that no file has")
+    return found
 
 
 def _strides(sizes: Shape) -> Shape:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
 
 from megarl.bridge.head_io import critic_head, save_head_hf
-from megarl.bridge.hf_io import save_hf
+from megarl.bridge.hf_io import HFReader, save_hf
 from megarl.bridge.model_map import ModelMap
 from megarl.config import Config
 from megarl.controller.preflight import Prepared
@@ -19,17 +20,21 @@ from megarl.reshard.colocated import Colocated
 
 
 def export_hf(cfg: Config, prepared: Prepared, sync: WeightSync, target: Path) -> Path:
-    """Write weights, configuration, tokenizer and chat template to `target`; tensors stream through one shared bucket."""
+    """Write weights, configuration, tokenizer and chat template to `target`; tensors stream through one shared bucket. Layers for
+    multi-token prediction, which training leaves out, are carried over as they were."""
+    reader = HFReader(prepared.folder)
+    whole = ModelMap.from_hf(prepared.folder, names=reader.names)
+    left_out = ((name, reader.get(name)) for name in whole.hf_shapes if name not in prepared.model.hf_shapes)
     dtype = cfg.export.dtype or cfg.model.dtype
     transfer = Colocated(prepared.model, dtype=dtype, bucket_bytes=cfg.reshard.bucket_mb << 20, verify="off")
     try:
         save_hf(
             target,
-            transfer.tensors(sync.actor),
+            chain(transfer.tensors(sync.actor), left_out),
             prepared.folder,
-            shapes=prepared.model.hf_shapes,
+            shapes=whole.hf_shapes,
             dtype=getattr(torch, dtype),
-            float32=prepared.model.float32,
+            float32=whole.float32,
         )
     finally:
         transfer.close()

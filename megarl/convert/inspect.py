@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from megarl.bridge.raw_io import reading
 from megarl.bridge.torch_dist import DistReader, is_checkpoint, resolve
 from megarl.convert.source import Source, open_hf, open_megatron
 from megarl.errors import UserError
@@ -14,9 +15,10 @@ from megarl.errors import UserError
 
 def inspect(folder: Path, config: Path | None = None, *, tensors: bool = False) -> list[str]:
     """Lines about a Hugging Face folder or a checkpoint of Megatron; `tensors`: with one for each tensor that is stored."""
-    if is_checkpoint(folder):
-        return _megatron(folder, config, tensors)
-    return _model(open_hf(folder), tensors=tensors)
+    with reading(folder):
+        if is_checkpoint(folder):
+            return _megatron(folder, config, tensors)
+        return _model(open_hf(folder), tensors=tensors)
 
 
 def _model(source: Source, *, tensors: bool) -> list[str]:
@@ -39,6 +41,9 @@ def _model(source: Source, *, tensors: bool) -> list[str]:
         lines.append(f"  head        {source.head.labels} scores{', with a bias' if source.head.bias else ''}")
     if model.tied:
         lines.append("  output      tied to the embedding")
+    if model.dims.mtp:
+        lines.append(f"  ahead       layers for multi-token prediction: {model.dims.mtp}, which training leaves out")
+    lines += [f"  note        {note}" for note in source.notes]
     if tensors and source.kind == "hf":
         lines += [f"  {name}  {tuple(shape)}  {dtypes[name]}" for name, shape in model.hf_shapes.items()]
     return lines

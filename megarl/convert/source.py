@@ -11,13 +11,15 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from megarl.bridge import head_io, megatron_io
+from megarl.bridge import head_io, megatron_io, quantised
 from megarl.bridge.heads import Head
 from megarl.bridge.hf_config import read_config
 from megarl.bridge.layout import Shape
 from megarl.bridge.megatron_io import MegatronReader
 from megarl.bridge.model_map import ModelMap
-from megarl.bridge.torch_dist import DistReader, is_checkpoint, resolve
+from megarl.bridge.quantised import QuantisedReader
+from megarl.bridge.raw_io import reading
+from megarl.bridge.torch_dist import CONFIG, DistReader, is_checkpoint, resolve
 from megarl.errors import UserError
 
 
@@ -34,6 +36,10 @@ class Reader(Protocol):
     def forget(self) -> None: ...
 
 
+# Of config.json: says nothing about the model.
+ASIDE = frozenset({"dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache"})
+
+
 @dataclass(frozen=True)
 class Source:
     """A model on disk, checked to hold exactly what its config.json asks for."""
@@ -45,6 +51,19 @@ class Source:
     head: Head | None
     model: ModelMap
     reader: Reader
+    quantised: str | None = None  # how the weights are stored, which are read as bfloat16
+
+    @property
+    def notes(self) -> list[str]:
+        """What is not as it may seem."""
+        said = []
+        if self.quantised:
+            said.append(f"the weights of {self.folder} are quantised ({self.quantised}) and are taken as bfloat16")
+        if self.model.ahead and not self.model.dims.mtp:
+            said.append(
+                f"{self.folder} has none of the layers for multi-token prediction that its config.json tells of"
+            )
+        return said
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
@@ -59,26 +78,43 @@ class Source:
 
 def open_source(folder: Path, config: Path | None = None) -> Source:
     """Whichever of the two a folder holds."""
-    return open_megatron(folder, config) if is_checkpoint(folder) else open_hf(folder)
+    with reading(folder):
+        return _megatron(folder, config) if is_checkpoint(folder) else _hf(folder)
 
 
 def open_hf(folder: Path) -> Source:
     """A Hugging Face folder, of a causal language model or of one with a score head."""
-    if is_checkpoint(folder):
-        raise UserError(f"{folder} is a checkpoint of Megatron, not a Hugging Face folder.")
-    if not folder.is_dir():
-        raise UserError(f"There is no model folder {folder}.")
-    head = head_io.stored_head(folder)  # complains of weights before anything is said of the config
-    config = read_config(folder)
-    model = ModelMap.from_hf(folder, head)
-    reader = head_io.open_checkpoint(folder, head)
-    reader.check(model)
-    return Source("hf", folder, folder, config, head, model, reader)
+    with reading(folder):
+        return _hf(folder)
 
 
 def open_megatron(folder: Path, config: Path | None = None) -> Source:
     """A torch_dist checkpoint. `config`: the Hugging Face folder of the model that was trained, where the checkpoint has no
     config.json of its own."""
+    with reading(folder):
+        return _megatron(folder, config)
+
+
+def _hf(folder: Path) -> Source:
+    if is_checkpoint(folder):
+        raise UserError(f"{folder} is a checkpoint of Megatron, not a Hugging Face folder.")
+    if not folder.is_dir():
+        raise UserError(f"There is no model folder {folder}.")
+    _look_inside(folder)
+    head = head_io.stored_head(folder)  # complains of weights before anything is said of the config
+    config = read_config(folder)
+    kind = quantised.method(config)
+    if kind and head is not None:
+        raise UserError(f"{folder} has quantised weights and a score head: only of language models can they be read.")
+    reader = QuantisedReader(folder, config) if kind else head_io.open_checkpoint(folder, head)
+    config = quantised.plain(config)
+    model = ModelMap.from_hf(config, head, reader.names)
+    reader.check(model)
+    return Source("hf", folder, folder, config, head, model, reader, kind)
+
+
+def _megatron(folder: Path, config: Path | None) -> Source:
+    _look_inside(folder)
     checkpoint = resolve(folder)
     own = next((path for path in (checkpoint, folder) if (path / "config.json").is_file()), None)
     texts = config or own
@@ -90,21 +126,35 @@ def open_megatron(folder: Path, config: Path | None = None) -> Source:
             f"{checkpoint} holds no config.json: name the Hugging Face folder of the model that was trained with --config."
         )
     head = megatron_io.stored_head(dist)
-    model = ModelMap.from_hf(texts, head)
+    said = quantised.plain(read_config(texts))  # of the folder that was trained; no checkpoint is quantised
+    model = ModelMap.from_hf(said, head, dist.tensors)
     reader = MegatronReader(dist, model)
     reader.check(model)
-    return Source("megatron", checkpoint, texts, read_config(texts), head, model, reader)
+    return Source("megatron", checkpoint, texts, said, head, model, reader)
 
 
 def _demand_same(given: Mapping[str, Any], own: Mapping[str, Any], config: Path, folder: Path) -> None:
     """Of equal shapes, other heads or another base of positions would be another model, and nothing else would tell."""
-    aside = {"dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache"}
-    keys = (given.keys() | own.keys()) - aside
-    if different := sorted(key for key in keys if given.get(key) != own.get(key)):
+    if different := differing(quantised.plain(given), quantised.plain(own)):
         raise UserError(
             f"{folder} has a config.json of its own, and --config {config} says otherwise of {', '.join(different[:5])}; leave "
             "--config out."
         )
+
+
+def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """The fields of which two config.json say different things; one that is missing says null."""
+    return sorted(key for key in (one.keys() | other.keys()) - ASIDE if one.get(key) != other.get(key))
+
+
+def _look_inside(folder: Path) -> None:
+    """Raises UserError for a folder that is no model but has some in it: that of a run, or of one of its checkpoints."""
+    if is_checkpoint(folder) or (folder / "config.json").exists() or any(folder.glob("*.safetensors")):
+        return
+    found = [path.parent for depth in ("*/", "*/*/", "*/*/*/") for path in folder.glob(f"{depth}{CONFIG}")]
+    if found:
+        named = ", ".join(str(path) for path in sorted(found, reverse=True)[:4])
+        raise UserError(f"{folder} is no model but holds some: name one of them ({named}).")
 
 
 def main_dtype(dtypes: Mapping[str, torch.dtype], shapes: Mapping[str, Shape]) -> torch.dtype:

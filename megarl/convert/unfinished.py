@@ -17,7 +17,7 @@ from megarl.errors import RunError, UserError
 
 
 class Unfinished:
-    """`.NAME.unfinished` beside the target NAME:
+    """`.NAME.unfinished` beside the target NAME, or, where that is a link, beside what it names:
 
     files/      what becomes the target
     done/       a record for each file that is finished
@@ -25,8 +25,8 @@ class Unfinished:
     """
 
     def __init__(self, target: Path):
-        self.target = target.absolute()
-        self.root = self.target.with_name(f".{self.target.name}.unfinished")
+        self.target = Path(os.path.realpath(target))
+        self.root = self.target.parent / f".{self.target.name}.unfinished"
         self.files, self._done, self._plan = (self.root / name for name in ("files", "done", "plan.json"))
 
     def record(self, name: str) -> dict[str, Any] | None:
@@ -103,6 +103,8 @@ def unfinished(target: Path, plan: Mapping[str, Any], among: Processes) -> Itera
 
 def _begun(growing: Unfinished, plan: Mapping[str, Any]) -> int:
     target = growing.target
+    if target.is_symlink():  # that leads back to itself: any other has been followed
+        raise UserError(f"{target} cannot be made: it is a symbolic link to itself.")
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         if growing.root.exists() and not growing.files.exists():
             growing.discard()  # killed between getting its name and clearing up

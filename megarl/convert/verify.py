@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megarl.bridge.hf_config import NEUTRAL
 from megarl.bridge.layout import Shape
 from megarl.convert.progress import ByteProgress
-from megarl.convert.source import Source, open_source
+from megarl.convert.source import Source, differing, open_source
 from megarl.convert.work import FORGET_BYTES, nonfinite, one_thread
 
 
@@ -25,8 +26,9 @@ class Comparison:
 
 
 def compare(first: Source, second: Source, *, show: bool = True) -> Comparison:
-    """Every tensor of two models, bit by bit."""
-    result = Comparison()
+    """What two models are by their config.json, and every tensor of them, bit by bit."""
+    result = Comparison(notes=[*first.notes, *second.notes])
+    _compare_configs(first, second, result)
     shapes, others = first.model.hf_shapes, second.model.hf_shapes
     for ours, theirs, folder in ((shapes, others, second.folder), (others, shapes, first.folder)):
         result.differences += [f"{folder} has no {name}" for name in ours if name not in theirs]
@@ -47,6 +49,26 @@ def compare(first: Source, second: Source, *, show: bool = True) -> Comparison:
                 second.reader.forget()
                 mapped = 0
     return result
+
+
+def _compare_configs(first: Source, second: Source, result: Comparison) -> None:
+    """A field under which the model computes something else is a difference; one that only says the same in other words, or nothing
+    of the arithmetic, is a note."""
+    same = first.model.arithmetic() == second.model.arithmetic()
+    notes = []
+    for key in differing(first.config, second.config):
+        if same or (key in NEUTRAL and key != "model_type"):
+            notes.append(key)
+            continue
+        ours, theirs = (_short(source.config.get(key)) for source in (first, second))
+        result.differences.append(f"config.json: {key} is {ours} and {theirs}")
+    if notes:
+        result.notes.append(f"config.json: {', '.join(notes)} differ, which changes nothing of what the model computes")
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def verify(first: Path, second: Path, config: Path | None = None, *, show: bool = True) -> Comparison:

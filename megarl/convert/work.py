@@ -7,6 +7,7 @@ import mmap
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,10 @@ class Options:
     dtype: torch.dtype | None = None  # of the target; None: every tensor keeps its own
     shard_bytes: int = SHARD_BYTES
     allow_nonfinite: bool = False  # carry NaN and infinity over, bit by bit
+
+    def plan(self) -> dict[str, Any]:
+        """As JSON may hold it."""
+        return {"dtype": str(self.dtype), "shard_bytes": self.shard_bytes, "allow_nonfinite": self.allow_nonfinite}
 
 
 AS_IT_IS = Options()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+# What tells that a checkpoint has a layer for multi-token prediction, with copies of the embedding and of the output layer.
+MTP_NAMES = [f"mtp.layers.0.{name}.weight" for name in ("eh_proj", "embed_tokens", "shared_head.head")]
+
 _QWEN3_MOE: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -82,7 +85,7 @@ _DEEPSEEK: dict[str, Any] = {
     "tie_word_embeddings": False,
     "v_head_dim": 128,
 }
-# As published but for two fields: the weights are quantised there, and there is a layer for multi-token prediction.
+# As published but for the weights, which are quantised there.
 DEEPSEEK_V3 = {
     **_DEEPSEEK,
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -99,7 +102,7 @@ DEEPSEEK_V3 = {
     "num_experts_per_tok": 8,
     "num_hidden_layers": 61,
     "num_key_value_heads": 128,
-    "num_nextn_predict_layers": 0,
+    "num_nextn_predict_layers": 1,
     "q_lora_rank": 1536,
     "rope_scaling": {
         "beta_fast": 32,
@@ -149,7 +152,6 @@ DEEPSEEK_V2_LITE = {
     "topk_method": "greedy",
     "vocab_size": 102400,
 }
-# As published but for the layer for multi-token prediction.
 GLM_4_5: dict[str, Any] = {
     "architectures": ["Glm4MoeForCausalLM"],
     "model_type": "glm4_moe",
@@ -170,7 +172,7 @@ GLM_4_5: dict[str, Any] = {
     "num_experts_per_tok": 8,
     "num_hidden_layers": 92,
     "num_key_value_heads": 8,
-    "num_nextn_predict_layers": 0,
+    "num_nextn_predict_layers": 1,
     "partial_rotary_factor": 0.5,
     "rms_norm_eps": 1e-5,
     "rope_scaling": None,

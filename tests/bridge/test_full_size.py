@@ -22,25 +22,26 @@ from tests.bridge.full_size import (
     GPT_OSS_120B,
     MISTRAL_7B,
     MIXTRAL_8X7B,
+    MTP_NAMES,
     QWEN3_30B,
     QWEN3_235B,
 )
 
 # Model, tensor, expert, expert tensor parallelism; parameters, as the models' cards round them and as their tensors sum up.
 FULL = {
-    "DeepSeek-V3, TP8 EP64": (DEEPSEEK_V3, Cut(tensor_size=8, expert_size=64), 671_026_419_200),
-    "DeepSeek-V3, TP1 EP256": (DEEPSEEK_V3, Cut(tensor_size=1, expert_size=256), 671_026_419_200),
+    "DeepSeek-V3, TP8 EP64": (DEEPSEEK_V3, Cut(tensor_size=8, expert_size=64), 684_489_845_504),
+    "DeepSeek-V3, TP1 EP256": (DEEPSEEK_V3, Cut(tensor_size=1, expert_size=256), 684_489_845_504),
     "DeepSeek-V3, TP16 EP8 ETP4": (
         DEEPSEEK_V3,
         Cut(tensor_size=16, expert_size=8, expert_tensor_size=4),
-        671_026_419_200,
+        684_489_845_504,
     ),
     "Qwen3-235B, TP4 EP32": (QWEN3_235B, Cut(tensor_size=4, expert_size=32), 235_093_634_560),
     "Qwen3-235B, TP2 EP8 ETP2": (QWEN3_235B, Cut(tensor_size=2, expert_size=8, expert_tensor_size=2), 235_093_634_560),
     "Qwen3-30B, TP4 EP8": (QWEN3_30B, Cut(tensor_size=4, expert_size=8), 30_532_122_624),
     "Mixtral-8x7B, TP8 EP8": (MIXTRAL_8X7B, Cut(tensor_size=8, expert_size=8), 46_702_792_704),
     "DeepSeek-V2-Lite, TP4 EP16": (DEEPSEEK_V2_LITE, Cut(tensor_size=4, expert_size=16), 15_706_484_224),
-    "GLM-4.5, TP8 EP32": (GLM_4_5, Cut(tensor_size=8, expert_size=32), 352_797_829_024),
+    "GLM-4.5, TP8 EP32": (GLM_4_5, Cut(tensor_size=8, expert_size=32), 358_337_791_296),
     "GLM-4-9B, TP2": (GLM_4_9B, Cut(tensor_size=2), 9_400_279_040),
     "Gemma-2-27B, TP8": (GEMMA_2_27B, Cut(tensor_size=8), 27_227_128_320),
     "Gemma-3-27B, TP16": (GEMMA_3_27B, Cut(tensor_size=16), 27_009_346_304),
@@ -59,12 +60,11 @@ SLOW = ("GLM-4.5, TP8 EP32", "DeepSeek-V3, TP1 EP256", "DeepSeek-V3, TP16 EP8 ET
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in FULL])
 def test_every_tensor_of_a_published_model_has_its_place(name: str) -> None:
     config, sizes, total = FULL[name]
-    model = ModelMap.from_hf(config)
+    model = ModelMap.from_hf(config, names=MTP_NAMES)
     assert sum(math.prod(shape) for shape in model.hf_shapes.values()) == total
     assert model.check_layout(sizes.tensor_size, 1, sizes.expert_size, sizes.expert_tensor_size, sequence=True) == []
-    of_one = len({parameter.name for parameter in model.parameters if parameter.expert == 0}) // max(
-        1, sum(model.dims.sparse)
-    )
+    layers = sum(model.dims.sparse) + model.dims.mtp
+    of_one = len({parameter.name for parameter in model.parameters if parameter.expert == 0}) // max(1, layers)
     met: dict[str, list] = defaultdict(list)
     held: Counter[tuple[int | None, int]] = Counter()  # experts' matrices by layer and expert-parallel rank
     for parameter in model.parameters:
@@ -77,7 +77,6 @@ def test_every_tensor_of_a_published_model_has_its_place(name: str) -> None:
                 met[copy.hf_name].append(copy.hf)
     assert set(met) == set(model.hf_shapes)
     assert all(uncovered(shape, met[name]) is None for name, shape in model.hf_shapes.items())
-    layers = sum(model.dims.sparse)
     assert len(held) == layers * sizes.expert_size
     assert set(held.values()) == ({of_one * model.dims.experts // sizes.expert_size} if layers else set())
 
@@ -115,11 +114,15 @@ def test_pipeline_stages_part_the_layers_of_a_published_model(config: dict[str, 
         ("qwen3-moe", "decoder_sparse_step", 0),
         ("qwen3-moe", "mlp_only_layers", [0, 1, 2, 3]),
         ("qwen3-moe", "num_experts", "10"),
+        ("qwen3-moe", "num_experts", 10**6),
+        ("qwen3-moe", "num_hidden_layers", 10**9),
+        ("qwen3-moe", "num_attention_heads", 10**9),
+        ("qwen3-moe", "vocab_size", 10**300),
+        ("deepseek", "routed_scaling_factor", 10**400),
+        ("deepseek", "routed_scaling_factor", "two"),
         ("mixtral", "sliding_window", 4096),
         ("mixtral", "router_jitter_noise", 0.1),
         ("mixtral", "num_experts_per_tok", 1),
-        ("deepseek", "num_nextn_predict_layers", 1),
-        ("deepseek", "num_mtp_layers", 1),
         ("deepseek", "scoring_func", "softmax"),
         ("deepseek", "topk_method", "greedy"),
         ("deepseek", "norm_topk_prob", False),
@@ -139,7 +142,6 @@ def test_pipeline_stages_part_the_layers_of_a_published_model(config: dict[str, 
         ("deepseek", "rope_scaling", {"type": "linear", "factor": 4.0}),
         ("deepseek-v2", "topk_method", "group_limited_greedy"),
         ("deepseek-v2", "mlp_bias", True),
-        ("glm4-moe", "num_nextn_predict_layers", 1),
         ("glm4-moe", "norm_topk_prob", False),
         ("glm4-moe", "num_experts_per_tok", 1),
         ("glm4-moe", "first_k_dense_replace", 4),

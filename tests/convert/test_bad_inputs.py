@@ -55,6 +55,11 @@ def wrong_index(folder: Path) -> None:
     (folder / INDEX).write_text(json.dumps(index))
 
 
+def config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
 def cut(path: Path, by: int) -> None:
     os.truncate(path, path.stat().st_size - by)
 
@@ -90,6 +95,40 @@ HUGGING_FACE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "holds no safetensors"),
     "no config": (lambda f: (f / "config.json").unlink(), "holds no config.json"),
     "nothing": (lambda f: shutil.rmtree(f), "There is no model folder"),
+    "a million layers": (
+        lambda f: config(f, num_hidden_layers=1_000_000),
+        "num_hidden_layers = 1000000 is more than any model has: at most 10000 can be mapped",
+    ),
+    "a number of five thousand digits": (
+        lambda f: (f / "config.json").write_text(
+            '{"architectures": ["Qwen3ForCausalLM"], "vocab_size": 1%s}' % ("0" * 5000)
+        ),
+        "config.json cannot be read: Exceeds the limit",
+    ),
+    "a number that no float holds": (
+        lambda f: config(f, rms_norm_eps=10**400),
+        "config.json has a value of a wrong kind: int too large to convert to float",
+    ),
+    "brackets a hundred thousand deep": (
+        lambda f: (f / "config.json").write_text("[" * 100_000),
+        "config.json cannot be read",
+    ),
+    "a tokenizer that is no file": (
+        lambda f: [(f / "tokenizer.json").unlink(), (f / "tokenizer.json").symlink_to("tokenizer.json")],
+        "tokenizer.json cannot be read: Too many levels of symbolic links",
+    ),
+    "a tokenizer that leads nowhere": (
+        lambda f: [(f / "tokenizer.json").unlink(), (f / "tokenizer.json").symlink_to(f / "blobs" / "5f3a")],
+        "tokenizer.json cannot be read: No such file or directory",
+    ),
+    "a tokenizer that the disk does not give": (
+        lambda f: [(f / "tokenizer.json").unlink(), (f / "tokenizer.json").symlink_to("/proc/self/mem")],
+        "tokenizer.json cannot be read: Input/output error",
+    ),
+    "weights quantised otherwise": (
+        lambda f: config(f, quantization_config={"quant_method": "gptq"}),
+        "quantised by 'gptq' cannot be read, only by mxfp4 or fp8",
+    ),
     "weights of two dtypes": (
         lambda f: weights(f, model__layers__0__self_attn__q_proj__weight=torch.zeros(144, 80).bfloat16()),
         "are one tensor in Megatron but are stored as bfloat16 and float32: choose with --dtype",
@@ -171,9 +210,11 @@ def outside(folder: Path) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def config(folder: Path, **changes: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+def long_numbers(folder: Path) -> None:
+    metadata = real_metadata(folder)
+    for info in metadata.storage_data.values():
+        info.offset = 10**5000
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
 def legacy(folder: Path) -> None:
@@ -216,6 +257,29 @@ MEGATRON: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: [p.unlink() for p in f.iterdir()] + [(f / "latest_checkpointed_iteration.txt").write_text("3")],
         "names '3', but there is no",
     ),
+    "an iteration of five thousand digits": (
+        lambda f: (
+            [p.unlink() for p in f.iterdir()] + [(f / "latest_checkpointed_iteration.txt").write_text("3" * 5000)]
+        ),
+        "must hold a number or the word release, not '3333",
+    ),
+    "an iteration that only looks like a number": (
+        lambda f: [p.unlink() for p in f.iterdir()] + [(f / "latest_checkpointed_iteration.txt").write_text("²")],
+        "must hold a number or the word release, not '²'",
+    ),
+    "metadata with numbers of five thousand digits": (long_numbers, ".metadata does not describe a checkpoint"),
+    "metadata.json of a hundred thousand brackets": (
+        lambda f: (f / "metadata.json").write_text("[" * 100_000),
+        "metadata.json cannot be read",
+    ),
+    "files that the disk does not give": (
+        lambda f: [(f / FIRST).unlink(), (f / FIRST).symlink_to("/proc/self/mem")],
+        FIRST,
+    ),
+    "a tokenizer that the disk does not give": (
+        lambda f: [(f / "tokenizer.json").unlink(), (f / "tokenizer.json").symlink_to("/proc/self/mem")],
+        "tokenizer.json cannot be read: Input/output error",
+    ),
     "no config": (lambda f: (f / "config.json").unlink(), "name the Hugging Face folder of the model"),
     "nothing": (lambda f: shutil.rmtree(f), "There is no checkpoint folder"),
 }
@@ -248,6 +312,58 @@ def test_a_target_that_exists_is_left_alone(
     for direction, source in (("hf-to-megatron", hf), ("megatron-to-hf", megatron)):
         refused([direction, source, tmp_path / "target"], "exists already and is not overwritten", tmp_path, capsys)
     assert (tmp_path / "target" / "mine").read_text() == "x"
+
+
+def test_a_target_may_be_a_link_to_the_place(
+    hf: Path, megatron: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is followed, and what it names is made, or refused as it would be itself."""
+    for direction, source in (("hf-to-megatron", hf), ("megatron-to-hf", megatron)):
+        away, link = tmp_path / direction, tmp_path / f"{direction}-link"
+        (away / "empty").mkdir(parents=True)
+        for place in ("new", "empty"):
+            link.symlink_to(away / place)
+            assert cli.main(["convert", direction, str(source), str(link), "--quiet"]) == 0
+            assert link.is_symlink() and (away / place / "config.json").is_file()
+            assert sorted(path.name for path in away.iterdir()) == sorted({place, "new", "empty"})
+            capsys.readouterr()
+            refused(
+                [direction, source, link], f"{away / place} exists already and is not overwritten", tmp_path, capsys
+            )
+            link.unlink()
+        link.symlink_to(link)
+        refused([direction, source, link], "cannot be made: it is a symbolic link to itself", tmp_path, capsys)
+        link.unlink()
+
+
+def test_paths_that_name_nothing_are_one_sentence(
+    hf: Path, megatron: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = tmp_path / ("x" * 300)
+    for direction, source in (("hf-to-megatron", hf), ("megatron-to-hf", megatron)):
+        refused([direction, source, "/"], "/ exists already and is not overwritten", tmp_path, capsys)
+        refused([direction, source, long], "cannot be made: File name too long", tmp_path, capsys)
+        refused([direction, long, tmp_path / "t"], "cannot be read: File name too long", tmp_path, capsys)
+        (tmp_path / "file").touch()
+        refused([direction, source, tmp_path / "file" / "t"], "cannot be made: Not a directory", tmp_path, capsys)
+    for command in (["verify", hf, long], ["verify", long, hf], ["inspect", long]):
+        assert cli.main(["convert", *map(str, command)]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"megarl: {long}") and said.endswith(" cannot be read: File name too long.\n")
+
+
+def test_the_folder_of_a_run_points_to_the_models_in_it(
+    hf: Path, megatron: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = tmp_path / "run" / "checkpoints" / "step-000040"
+    shutil.copytree(megatron, step / "actor")
+    for folder in (tmp_path / "run", step.parent, step):
+        words = f"{folder} is no model but holds some: name one of them ({step / 'actor'})"
+        for direction in ("hf-to-megatron", "megatron-to-hf"):
+            refused([direction, folder, tmp_path / "t"], words, tmp_path, capsys)
+        for command in (["verify", hf, folder], ["inspect", folder]):
+            assert cli.main(["convert", *map(str, command)]) == 2
+            assert words in capsys.readouterr().err
 
 
 def test_the_two_kinds_are_not_taken_for_each_other(

@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from megarl.bridge.dist_keys import extra_states, found, written
 from megarl.bridge.hf_io import HFReader
 from megarl.bridge.layout import Cut
 from megarl.bridge.model_map import ModelMap
+from megarl.bridge.quantised import method
 from megarl.bridge.torch_dist import DistReader
 from megarl.bridge.torch_dist_write import ChunkFile, write_common, write_metadata
 from megarl.convert.hf_to_megatron import hf_to_megatron
@@ -30,17 +32,21 @@ from megarl.errors import UserError
 from megarl.models.heads import make_tiny_reward, make_tiny_trl
 from megarl.models.tiny import make_tiny, tiny_config
 from tests.bridge.cases import CONFIGS
+from tests.bridge.full_size import MTP_NAMES
 from tests.bridge.test_hf_io import bits, random_bits
+from tests.bridge.test_quantised import by_transformers, deepseek, gpt_oss
 
 ROOT = Path(__file__).parents[2]
 ANYTHING = Options(allow_nonfinite=True)
 
 
-def written_folder(config: dict[str, Any], folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
+def written_folder(
+    config: dict[str, Any], folder: Path, dtype: torch.dtype = torch.bfloat16, names: Sequence[str] = ()
+) -> Path:
     """Weights of any bits at all."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    save_file(random_bits(ModelMap.from_hf(config), dtype), folder / "model.safetensors")
+    save_file(random_bits(ModelMap.from_hf(config, names=names), dtype), folder / "model.safetensors")
     return folder
 
 
@@ -111,6 +117,113 @@ def test_what_stays_float32_does(tmp_path: Path) -> None:
     checkpoint = hf_to_megatron(source, tmp_path / "megatron", options, show=False)
     kept = {key for key, stored in DistReader(checkpoint).tensors.items() if stored.dtype == torch.float32}
     assert kept and all(key.endswith("router.expert_bias") for key in kept)
+
+
+AHEAD = {
+    "with copies": ("deepseek", {}),
+    "tied, with copies": ("deepseek", {"tie_word_embeddings": True}),
+    "without copies": ("glm4-moe", {}),
+}
+
+
+@pytest.mark.parametrize("what", AHEAD)
+def test_layers_for_multi_token_prediction_travel(what: str, tmp_path: Path) -> None:
+    family, more = AHEAD[what]
+    names = MTP_NAMES if "with copies" in what else MTP_NAMES[:1]
+    config = tiny_config(family, num_nextn_predict_layers=1, **more)
+    source = written_folder(config, tmp_path / "hf", names=names)
+    checkpoint = hf_to_megatron(source, tmp_path / "megatron", ANYTHING, show=False)
+    keys = set(DistReader(checkpoint).tensors)
+    assert "mtp.layers.0.transformer_layer.mlp.experts.experts.linear_fc1.weight" in keys
+    assert ("mtp.layers.0.embed_tokens.weight" in keys) == (what != "without copies")
+    back = megatron_to_hf(checkpoint, tmp_path / "back", ANYTHING, show=False)
+    one, other = load_file(source / "model.safetensors"), load_file(back / "model.safetensors")
+    assert one.keys() == other.keys()
+    assert all(torch.equal(bits(one[key]), bits(other[key])) for key in one)
+    assert json.loads((back / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    assert verify(source, checkpoint, show=False).differences == []
+
+
+def test_layers_that_config_json_tells_of_and_nobody_has_are_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As transformers saves such a model, and as megarl's training does."""
+    source = written_folder(tiny_config("deepseek", num_nextn_predict_layers=1), tmp_path / "hf")
+    checkpoint = hf_to_megatron(source, tmp_path / "megatron", ANYTHING)
+    said = f"{source} has none of the layers for multi-token prediction that its config.json tells of"
+    assert f"note: {said}\n" in capsys.readouterr().err
+    assert verify(source, checkpoint, show=False).notes[0] == said
+    back = megatron_to_hf(checkpoint, tmp_path / "back", ANYTHING, show=False)
+    one, other = load_file(source / "model.safetensors"), load_file(back / "model.safetensors")
+    assert one.keys() == other.keys()
+    assert all(torch.equal(bits(one[key]), bits(other[key])) for key in one)
+
+
+@pytest.mark.parametrize("make", [gpt_oss, deepseek])
+def test_quantised_weights_become_bfloat16(make: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = make(tmp_path / "hf")
+    checkpoint = hf_to_megatron(source, tmp_path / "megatron")
+    said = f"the weights of {source} are quantised ({method(json.loads((source / 'config.json').read_text()))})"
+    assert f"note: {said} and are taken as bfloat16\n" in capsys.readouterr().err
+    back = megatron_to_hf(checkpoint, tmp_path / "back", show=False)
+    want, got = by_transformers(source), load_file(back / "model.safetensors")
+    assert want.keys() == got.keys()
+    assert all(torch.equal(bits(want[name]), bits(got[name])) for name in want)
+    written_config = json.loads((back / "config.json").read_text())
+    assert "quantization_config" not in written_config
+    assert written_config["dtype"] == "bfloat16"
+    assert HFReader(back).check(ModelMap.from_hf(written_config, names=got)) is None
+    for other in (checkpoint, back):
+        result = verify(source, other, show=False)
+        assert result.differences == []
+        assert result.notes[0].startswith(said)
+    got["model.norm.weight"][3] += 1.0
+    save_file(got, back / "model.safetensors")
+    assert verify(source, back, show=False).differences == ["model.norm.weight differs in 1 of 96 elements"]
+
+
+@pytest.mark.slow
+def test_transformers_reads_a_quantised_folder_as_we_do(tmp_path: Path) -> None:
+    """Whole, with what it makes of names and of experts."""
+    from transformers import AutoModelForCausalLM
+
+    source = gpt_oss(tmp_path / "hf")
+    back = megatron_to_hf(hf_to_megatron(source, tmp_path / "megatron", show=False), tmp_path / "back", show=False)
+    ours, theirs = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16) for folder in (back, source))
+    state = theirs.state_dict()
+    assert state.keys() == ours.state_dict().keys()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in ours.state_dict().items())
+
+
+CONFIGURED = {
+    "another base of positions": ({"rope_theta": 77.0}, ["config.json: rope_theta is 10000.0 and 77.0"]),
+    "another epsilon": ({"rms_norm_eps": 1e-5}, ["config.json: rms_norm_eps is 1e-06 and 1e-05"]),
+    "untied": (
+        {"tie_word_embeddings": False},
+        ["config.json: tie_word_embeddings is True and False", "{first} has no lm_head.weight"],
+    ),
+    "another end": ({"eos_token_id": 7}, []),
+    "other words": ({"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}, []),
+}
+
+
+@pytest.mark.parametrize("what", CONFIGURED)
+@pytest.mark.parametrize("kind", ["hf", "megatron"])
+def test_a_config_json_that_says_otherwise_is_told(what: str, kind: str, hf: Path, tmp_path: Path) -> None:
+    changes, differences = CONFIGURED[what]
+    other = shutil.copytree(hf, tmp_path / "other")
+    if what == "untied":
+        weights = load_file(other / "model.safetensors")
+        save_file(
+            {**weights, "lm_head.weight": weights["model.embed_tokens.weight"].clone()}, other / "model.safetensors"
+        )
+    (other / "config.json").write_text(json.dumps(json.loads((hf / "config.json").read_text()) | changes))
+    if kind == "megatron":
+        other = hf_to_megatron(other, tmp_path / "checkpoint", show=False)
+    result = verify(hf, other, show=False)
+    assert result.differences == [words.format(first=hf) for words in differences]
+    noted = f"config.json: {', '.join(sorted(changes))} differ, which changes nothing of what the model computes"
+    assert result.notes == ([] if differences else [noted])
 
 
 @pytest.mark.parametrize("make", [make_tiny_reward, make_tiny_trl])

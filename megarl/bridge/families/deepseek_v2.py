@@ -9,12 +9,13 @@ from typing import Any
 
 from megarl.bridge import dense, mla, moe
 from megarl.bridge.family import Config, Family
+from megarl.bridge.fields import number
 
 
 def _routing(config: Config) -> dict[str, Any]:
     return {
         "moe_router_topk": moe.chosen(config, "n_routed_experts"),
-        "moe_router_topk_scaling_factor": float(config.get("routed_scaling_factor") or 1.0),
+        "moe_router_topk_scaling_factor": float(number(config, "routed_scaling_factor", None) or 1.0),
     }
 
 

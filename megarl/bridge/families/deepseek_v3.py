@@ -1,7 +1,4 @@
-"""DeepSeek-V3 and R1 (arXiv:2412.19437): latent attention, experts chosen by biased sigmoid scores within the best groups.
-
-The layer for multi-token prediction is no part of the model that is trained: a config that has one is refused.
-"""
+"""DeepSeek-V3 and R1 (arXiv:2412.19437): latent attention, experts chosen by biased sigmoid scores within the best groups."""
 
 from __future__ import annotations
 
@@ -34,14 +31,13 @@ DEEPSEEK_V3 = Family(
     reads=mla.READS | {"n_group", "topk_group", "routed_scaling_factor"},
     derive=mla.derive,
     settings=moe.biased_sigmoid,
+    mtp=True,
     requires={
         **mla.REQUIRES,
         "scoring_func": ("sigmoid", None),
         "topk_method": ("noaux_tc", None),
         "norm_topk_prob": (True,),
         "rope_interleave": (True, None),
-        "num_nextn_predict_layers": (0, None),
-        "num_mtp_layers": (0, None),
     },
     ignores=mla.IGNORES,
     defaults={"num_key_value_heads": None},

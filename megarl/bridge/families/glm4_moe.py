@@ -1,7 +1,4 @@
-"""GLM-4.5 and 4.6: half of each head turned by position, norms on queries and keys in some sizes, DeepSeek-V3's router.
-
-The layer for multi-token prediction is no part of the model that is trained: a config that has one is refused.
-"""
+"""GLM-4.5 and 4.6: half of each head turned by position, norms on queries and keys in some sizes, DeepSeek-V3's router."""
 
 from __future__ import annotations
 
@@ -59,12 +56,11 @@ GLM4_MOE = Family(
     ),
     derive=_layers,
     settings=_settings,
+    mtp=True,
     requires={
         "hidden_act": ("silu",),
         "attention_dropout": (0, None),
         "norm_topk_prob": (True,),
-        "num_nextn_predict_layers": (0, None),
-        "num_mtp_layers": (0, None),
     },
     ignores=frozenset({"output_router_logits"}),
     defaults={"head_dim": None, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5},

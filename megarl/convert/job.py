@@ -1,0 +1,99 @@
+"""What both directions do: file by file, each process its own, taken up after a kill, named when it is whole."""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from megarl.bridge.hf_io import ShardFile
+from megarl.bridge.torch_dist_write import ChunkFile
+from megarl.convert.processes import Processes
+from megarl.convert.progress import ByteProgress
+from megarl.convert.source import Source
+from megarl.convert.unfinished import Unfinished, not_written, unfinished
+from megarl.convert.work import FORGET_BYTES, Options, one_thread
+from megarl.errors import RunError, UserError
+
+Item = TypeVar("Item")  # what is written at a time
+File = TypeVar("File", ShardFile, ChunkFile)
+
+
+class Job(ABC, Generic[Item, File]):
+    """A conversion: what goes into which file, and how one of it is written."""
+
+    kind: str
+
+    def __init__(self, origin: Source, options: Options):
+        self.origin, self.options = origin, options
+        self.files: Mapping[str, Sequence[Item]] = {}  # what goes into each, in order
+
+    @abstractmethod
+    def bytes(self, item: Item) -> int:
+        """In the target."""
+
+    @abstractmethod
+    def open(self, folder: Path, name: str) -> File:
+        """A new file."""
+
+    @abstractmethod
+    def write(self, file: File, item: Item) -> None:
+        """Reads one and writes it."""
+
+    def record(self, file: File) -> dict[str, Any]:
+        """What `finish` needs to know of a file, be it written by another process or before a kill."""
+        return {}
+
+    @abstractmethod
+    def finish(self, growing: Unfinished) -> None:
+        """All that is beside the weights."""
+
+
+def carry_out(job: Job[Item, File], target: Path, among: Processes, *, show: bool) -> Path:
+    """Writes `target`, on all processes.
+
+    Raises UserError for what is wrong with the source or where `target` exists, RunError where the disk does not give or take it. What
+    a kill or a full disk leaves is taken up by the next call of the same job.
+    """
+    plan = {"kind": job.kind, "source": job.origin.identity(), **job.options.plan()}
+    mine = list(job.files)[among.rank :: among.world]
+    try:
+        with unfinished(target, plan, among) as growing:
+            if show and among.first:
+                for note in job.origin.notes:
+                    print(f"note: {note}", file=sys.stderr)
+            mine = growing.left(mine, show=show and among.first)
+            total = sum(job.bytes(item) for name in mine for item in job.files[name])
+            problem: BaseException | None = None
+            try:
+                with one_thread(), ByteProgress(f"writing {target.name}", total, show=show and among.first) as progress:
+                    for name in mine:
+                        _write(job, growing, name, progress)
+            except (UserError, RunError, OSError) as error:
+                problem = error
+            among.agree(problem)
+            if among.first:
+                job.finish(growing)
+                growing.publish()
+            among.agree()
+    except OSError as error:
+        raise not_written(target, error) from error
+    return target
+
+
+def _write(job: Job[Item, File], growing: Unfinished, name: str, progress: ByteProgress) -> None:
+    """One file."""
+    mapped = 0
+    with job.open(growing.files, name) as file:
+        for item in job.files[name]:
+            job.write(file, item)
+            size = job.bytes(item)
+            progress.add(size)
+            mapped += size
+            if mapped > FORGET_BYTES:
+                job.origin.reader.forget()
+                mapped = 0
+        file.sync()
+    growing.finished(name, **job.record(file))
