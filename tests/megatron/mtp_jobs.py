@@ -17,11 +17,11 @@ def read_and_write(
     """Megatron reads `checkpoint` and writes `theirs`. The layers' parameters on this rank, and those that are not as in `hf`."""
     from megarl.bridge.hf_io import HFReader, load_parameter
     from megarl.bridge.model_map import ModelMap
-    from megarl.cpu.layers import LocalNorm
     from megarl.megatron import model
-    from megarl.megatron.specs import block_spec
+    from megarl.megatron.specs import LocalNorm, block_spec
 
     specs = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
+    mpu = importlib.import_module("megatron.core.parallel_state")
     dist_checkpointing = importlib.import_module("megatron.core.dist_checkpointing")
     with joined(rank, world, layout, port) as place:
         reader = HFReader(hf)
@@ -45,7 +45,11 @@ def read_and_write(
         tensors = dict(gpt.named_parameters()) | {n: t for n, t in gpt.named_buffers() if n.endswith("expert_bias")}
         for tensor in tensors.values():
             tensor.data.fill_(float("nan"))
-        gpt.load_state_dict(dist_checkpointing.load({"model": gpt.sharded_state_dict()}, checkpoint)["model"])
+        # Where the layers' stage is not the embedding's, Megatron asks which ranks have the same copy of that.
+        groups = {"dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
+        gpt.load_state_dict(
+            dist_checkpointing.load({"model": gpt.sharded_state_dict(metadata=groups)}, checkpoint)["model"]
+        )
         met, wrong = [], []
         for name, tensor in tensors.items():
             if name.startswith("mtp."):
@@ -57,5 +61,5 @@ def read_and_write(
             Path(theirs).mkdir()
         torch.distributed.barrier()
         with _may_fork():
-            dist_checkpointing.save({"model": gpt.sharded_state_dict()}, theirs)
+            dist_checkpointing.save({"model": gpt.sharded_state_dict(metadata=groups)}, theirs)
         return met, wrong
