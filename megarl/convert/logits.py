@@ -23,6 +23,11 @@ def compare_logits(first: Source, second: Source) -> tuple[float, list[str]]:
     for source in (first, second):
         if source.head is not None:
             raise UserError(f"{source.folder} has a score head: --logits is for language models.")
+        if source.quantised:
+            raise UserError(
+                f"{source.folder} has quantised weights, with which transformers does not compute in float32: convert it to Megatron "
+                "and back, and give --logits what that makes."
+            )
     vocabulary = min(first.model.dims.vocab, second.model.dims.vocab)
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(0, vocabulary, (length,), generator=generator) for length in LENGTHS]
