@@ -15,6 +15,7 @@ from pathlib import Path
 from megarl import __version__
 from megarl.convert import command as convert
 from megarl.errors import ConfigError, RunError, UserError
+from megarl.plan import command as plan
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,6 +68,10 @@ def _parser() -> argparse.ArgumentParser:
         "overrides", nargs="*", metavar="KEY=VALUE", help="settings on top of the file, e.g. rollout.n=4 run.steps=10"
     )
     train.set_defaults(command=_train, what="the configuration cannot run")
+
+    plan.add_arguments(
+        commands.add_parser("plan", help="say what a configuration needs on some machines, without starting anything")
+    )
 
     doctor = commands.add_parser("doctor", help="say what this machine has and what is used in place of what it lacks")
     doctor.set_defaults(command=_doctor, what="doctor")

@@ -297,6 +297,7 @@ class CheckpointConfig:
 class ClusterConfig:
     address: str | None = None  # an existing Ray cluster; None: start one on this machine and stop it at the end
     nodes: int | None = None  # machines of a cluster that is joined, waited for; None: those that are there
+    hardware: str | None = None  # of `megarl plan`: laptop, a100, h100, h200, b200 or a YAML file; None: this machine
     interface: str | None = None  # network interface that ranks talk over, e.g. eth0 (gloo, NCCL); None: their choice
     port: int | None = None  # port of the Ray head that is started; None: a free one
     object_store_mb: int = 512  # memory of Ray's object store, through which batches travel

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from megarl.batch import Prompt, Sample
 from megarl.config import Config
 from megarl.controller.calls import ProcessLost, wait_for
 from megarl.controller.generation import Generation
+from megarl.controller.sizes import cache_tokens
 from megarl.controller.workers import interface
 from megarl.errors import RunError
 from megarl.reshard.bucket import BucketSpec, BucketTensor
@@ -298,11 +298,7 @@ class EngineGroup:
 
     def _cache_tokens(self, engines: int, oversample: float) -> int | None:
         """On CPU a cache holds an engine's part of a step at once; on GPU SGLang sizes it to the memory it finds."""
-        if torch.cuda.is_available():
-            return None
-        r, d = self.config.rollout, self.config.data
-        groups = math.ceil(math.ceil(d.prompts_per_step * oversample) / engines)
-        return groups * (d.max_prompt_tokens + r.n * (r.max_new_tokens + 1)) + 1024
+        return None if torch.cuda.is_available() else cache_tokens(self.config, engines, oversample)
 
 
 class _One:

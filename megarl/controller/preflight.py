@@ -83,7 +83,7 @@ class _Check:
         self._roles()
         self._names()
         self._data()
-        self._add(_optimizers(self.cfg))
+        self._add(optimizers(self.cfg))
         self._add(_machine(self.cfg, self.model))
         self._resume()
         if self.model is not None and not self.found:  # sizes that are wrong in themselves need no memory
@@ -107,8 +107,8 @@ class _Check:
         except UserError as error:
             self._add([f"model.path={self.cfg.model.path}: {error}"])
         if self.model is not None:
-            self._add(_sampled(self.cfg, self.model))
-            self._add(_layout(self.cfg, self.model))
+            self._add(sampled(self.cfg, self.model))
+            self._add(layout_faults(self.cfg, self.model))
             self._add(_numbers(self.cfg, self.model))
             self._add(_recording(self.cfg, self.model))
 
@@ -288,7 +288,7 @@ def _recording(cfg: Config, model: ModelMap) -> Iterator[str]:
 SAMPLED = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 
 
-def _sampled(cfg: Config, model: ModelMap) -> Iterator[str]:
+def sampled(cfg: Config, model: ModelMap) -> Iterator[str]:
     """Models that the trainer can compute and the rollout engine cannot sample."""
     said = f"model.path={cfg.model.path}: a model of type {model.family}"
     if model.is_latent:
@@ -333,27 +333,28 @@ def _numbers(cfg: Config, model: ModelMap) -> Iterator[str]:
         )
 
 
-def _optimizers(cfg: Config) -> Iterator[str]:
-    """What of the learners' optimizers cannot work, or not on this machine."""
+def optimizers(cfg: Config, *, gpu: bool | None = None) -> Iterator[str]:
+    """What of the learners' optimizers cannot work, or not on a machine with or without a GPU (None: this one)."""
     from megarl.megatron.optimizer_settings import OptimizerSettings, problems
     from megarl.roles.models import updates
 
     if cfg.run.steps < 1 or min(cfg.algorithm.epochs, cfg.algorithm.mini_batches) < 1:  # told already
         return
     learners = {"actor": cfg.actor.optimizer} | ({"critic": cfg.critic.optimizer} if cfg.critic is not None else {})
-    elsewhere = True if cfg.cluster.address is not None else None  # a cluster that exists has machines of its own
+    if gpu is None and cfg.cluster.address is not None:  # a cluster that exists has machines of its own
+        gpu = True
     for role, settings in learners.items():
         yield from problems(
             OptimizerSettings.of(settings),
             dtype=cfg.model.dtype,
             total_updates=updates(cfg)[role],
             where=f"{role}.optimizer",
-            cuda=elsewhere,
-            fused_adam=elsewhere,
+            cuda=gpu,
+            fused_adam=gpu,
         )
 
 
-def _layout(cfg: Config, model: ModelMap) -> Iterator[str]:
+def layout_faults(cfg: Config, model: ModelMap) -> Iterator[str]:
     yield from role_checks.layout_problems("actor.parallel", cfg.actor.parallel, model)
     context = model.model_args()["max_sequence_length"]
     lengths = {"rollout.max_new_tokens": cfg.rollout.max_new_tokens}

@@ -20,6 +20,8 @@ from megarl.roles.models import Models
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from megarl.megatron.precision import Machine
+
 
 @dataclass
 class Found:
@@ -152,8 +154,9 @@ class _Look:
         yield from _foreign(folder, self.tokenizer)
 
 
-def precision_of(cfg: Config, model: ModelMap, layout: ParallelConfig) -> list[str]:
-    """What a model of these sizes on this layout, and this machine, say to the precision, which is the actor's for all roles."""
+def precision_of(cfg: Config, model: ModelMap, layout: ParallelConfig, machine: Machine | None = None) -> list[str]:
+    """What a model of these sizes on this layout, and a machine (None: this one), say to the precision, which is the actor's for all
+    roles."""
     from megarl.megatron import precision
 
     actor, dims, tensor = cfg.actor, model.dims, max(1, layout.tensor)
@@ -163,6 +166,7 @@ def precision_of(cfg: Config, model: ModelMap, layout: ParallelConfig) -> list[s
         pipeline=max(1, layout.pipeline),
         recompute=actor.recompute,
         widths={"hidden units": dims.hidden, "MLP units": dims.ffn // tensor, "attention units": dims.q // tensor},
+        machine=machine,
     )
 
 

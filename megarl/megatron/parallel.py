@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -45,9 +47,25 @@ class Place:
         return self.pipeline == self.pipeline_size - 1
 
 
+_instead: torch.device | None = None
+
+
 def device() -> torch.device:
     """The device this rank computes on."""
+    if _instead is not None:
+        return _instead
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+@contextmanager
+def building_on(other: torch.device) -> Iterator[None]:
+    """Another `device()` for the block: meta, where nothing takes memory (dry_run.py)."""
+    global _instead
+    _instead = other
+    try:
+        yield
+    finally:
+        _instead = None
 
 
 def start(
@@ -78,6 +96,34 @@ def start(
         world_size=world,
         timeout=timedelta(seconds=timeout),
     )
+    place = grid(
+        rank,
+        world,
+        tensor=tensor,
+        pipeline=pipeline,
+        context=context,
+        expert=expert,
+        expert_tensor=expert_tensor,
+        virtual=virtual,
+        timeout=timeout,
+    )
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    return place
+
+
+def grid(
+    rank: int,
+    world: int,
+    *,
+    tensor: int,
+    pipeline: int,
+    context: int = 1,
+    expert: int = 1,
+    expert_tensor: int | None = None,
+    virtual: int = 1,
+    timeout: float = 600.0,
+) -> Place:
+    """Megatron's grid over the ranks of torch.distributed, which has been started."""
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=tensor,
         pipeline_model_parallel_size=pipeline,
@@ -88,7 +134,6 @@ def start(
         distributed_timeout_minutes=max(1, int(timeout // 60)),
         create_gloo_process_groups=True,
     )
-    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     return Place(
         rank=rank,
         world=world,

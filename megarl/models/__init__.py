@@ -27,12 +27,24 @@ def resolve(path_or_name: str | Path) -> Path:
     return check_folder(user_path(path_or_name))
 
 
-def check_folder(folder: Path) -> Path:
-    """`folder`, if it holds what a run needs: config.json, a tokenizer, safetensors. Raises UserError."""
+def described(path_or_name: str | Path) -> Path:
+    """As `resolve`, of a folder of which no more than config.json is asked for."""
+    if str(path_or_name) in names():
+        return _made(str(path_or_name))
+    return _with_config(user_path(path_or_name))
+
+
+def _with_config(folder: Path) -> Path:
     if not folder.is_dir():
         raise UserError(f"There is no model folder {folder}, nor a known model of that name ({', '.join(names())}).")
     if not (folder / "config.json").is_file():
         raise UserError(f"The model folder {folder} holds no config.json.")
+    return folder
+
+
+def check_folder(folder: Path) -> Path:
+    """`folder`, if it holds what a run needs: config.json, a tokenizer, safetensors. Raises UserError."""
+    _with_config(folder)
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise UserError(f"The model folder {folder} holds no tokenizer (tokenizer.json).")
     if not any(folder.glob("*.safetensors")):
