@@ -24,7 +24,7 @@ STATES = {
         Case("gpt-oss"),
         Case("glm4-moe", dtype="float32"),
         Case("gemma3", frozen=("model.embed_tokens.*", "model.layers.1.*")),
-        Case("qwen3", head=Head(labels=1, bias=True)),
+        Case("qwen3", head=Head(labels=1, bias=True, fresh=True)),
     ],
     2: [
         Case("qwen2", DP2),
