@@ -22,7 +22,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and answers its exit code. A wrong command line ends in argparse's own SystemExit(2)."""
     # Read by torch when it first allocates: large tensors get huge pages, of which the kernel has 512 times fewer to clear.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args, later = parser.parse_known_args(argv)
+    if later and (not hasattr(args, "overrides") or any(text.startswith("-") for text in later)):
+        parser.error(f"unrecognized arguments: {' '.join(later)}")
+    if later:  # settings that stand behind options
+        args.overrides += later
     return guarded(args.what, lambda: args.command(args))
 
 

@@ -192,7 +192,7 @@ class Memory:
         if pool == "actor" and self.hardware.gpu:
             load = replace(load, engine=self.engine.weights, cache=self.engine.cache)
             if phase == "sync":
-                load = replace(load, buffers=self._device_buffers())
+                load = replace(load, buffers=self._device_buffers)
         return load
 
     def _without_shared(self, held: Held, place: Seat) -> Held:
@@ -202,6 +202,7 @@ class Memory:
             return held
         return held._replace(parameters=held.parameters - self.pools["actor"]["actor"].states.frozen(place))
 
+    @cached_property
     def _device_buffers(self) -> int:
         """Of weights that come as messages: each rank keeps two for each that it has a message of, an engine's rank one more for
         tensors that come in parts (reshard/link.py)."""

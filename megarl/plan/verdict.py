@@ -29,6 +29,7 @@ class _Over:
 
     needed: int
     room: int
+    phase: str
     where: str
 
 
@@ -50,11 +51,11 @@ def _fullest(memory: Memory) -> _Over:
     found = []
     if hardware.gpu:
         load = max(memory.loads, key=lambda one: one.total)
-        found.append(_Over(load.total, hardware.usable, f"{load.pool} rank {load.rank} in {load.phase}"))
+        found.append(_Over(load.total, hardware.usable, load.phase, f"{load.pool} rank {load.rank} in {load.phase}"))
     room = round(hardware.host_memory_gib * GIB * 0.9) if hardware.gpu else hardware.usable
     phase = max(PHASES, key=memory.node)
     what = "the memory of a node beside its GPUs" if hardware.gpu else "all that runs on a node"
-    found.append(_Over(memory.node(phase), room, f"{what} in {phase}"))
+    found.append(_Over(memory.node(phase), room, phase, f"{what} in {phase}"))
     return max(found, key=lambda over: over.needed / over.room)
 
 
@@ -70,7 +71,9 @@ def _fits(memory: Memory) -> bool:
 def _mending(memory: Memory) -> dict[str, Any]:
     """The mildest single change that is enough; else the mildest first ones together, without those that are not needed."""
     taken: dict[str, Any] = {}
-    changes = list(_changes(memory.config, memory.hardware))
+    computes = _fullest(memory).phase in ("log-probs", "update")
+    smaller, others = list(_less_activations(memory.config)), list(_less_beside(memory.config, memory.hardware))
+    changes = smaller + others if computes else others + smaller
     for change in changes:
         if (after := _after(memory, change)) is not None and _fits(after):
             return dict(change)
@@ -93,7 +96,7 @@ def _sure(memory: Memory, change: Change) -> Memory:
     return after
 
 
-def _changes(cfg: Config, hardware: Hardware) -> Iterator[Change]:
+def _less_activations(cfg: Config) -> Iterator[Change]:
     """From the mildest."""
     longest = cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
     budget = cfg.actor.micro_batch_tokens
@@ -103,6 +106,11 @@ def _changes(cfg: Config, hardware: Hardware) -> Iterator[Change]:
     ways = ("none", "selective", "full")
     for way in ways[ways.index(cfg.actor.recompute) + 1 :]:
         yield {"actor.recompute": way}
+
+
+def _less_beside(cfg: Config, hardware: Hardware) -> Iterator[Change]:
+    """Of what else is there, from the mildest; more ranks at last."""
+    longest = cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
     if hardware.gpu:
         yield from _moved(cfg)
         fraction = cfg.rollout.engine.get("mem_fraction_static", 0.9)
