@@ -105,6 +105,8 @@ def _start(ray: Any, settings: ClusterConfig, scratch: Path | None) -> None:
         where = f"at {settings.address}" if scratch is None else "on this machine"
         port = f" (is port {settings.port} free?)" if scratch is not None and settings.port else ""
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if scratch is None and os.environ.get("RAY_AUTH_MODE") != "token":
+            first += " (one that asks for a token wants RAY_AUTH_MODE=token and RAY_AUTH_TOKEN in the environment)"
         raise RunError(
             f"Ray could not be {'joined' if scratch is None else 'started'} {where}{port}: {first}"
         ) from error

@@ -37,7 +37,14 @@ def test_help_and_version_import_nothing_heavy() -> None:
         "heavy = {'torch', 'numpy', 'transformers', 'ray', 'sglang', 'megatron', 'omegaconf'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
-    for args in (["--help"], ["train", "--help"], ["plan", "--help"], ["convert", "--help"], ["models", "--help"], ["--version"]):
+    for args in (
+        ["--help"],
+        ["train", "--help"],
+        ["plan", "--help"],
+        ["convert", "--help"],
+        ["models", "--help"],
+        ["--version"],
+    ):
         done = subprocess.run(
             [sys.executable, "-c", code, *args], cwd=ROOT, capture_output=True, check=False, text=True, timeout=60
         )

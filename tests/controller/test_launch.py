@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import secrets
+import shlex
 import signal
 import subprocess
 import sys
@@ -23,26 +25,32 @@ APART = (  # actor on two cores of one node, the critic on a core of another
 )
 
 
-class Machines:
-    """One torchrun for each of two machines, as each would be started there."""
+NODE = {"MEGARL_NODE_CPUS": "2", "MEGARL_NODE_OBJECT_STORE_MB": "100"}
+# What Slurm would have: two nodes of this name, and a srun that starts its command once for each of them.
+SLURM = {
+    "scontrol": "echo 127.0.0.1; echo 127.0.0.1",
+    "srun": """
+while [[ "$1" == --* ]]; do shift; done
+for node in 0 1; do "$@" & pids+=" $!"; done
+for pid in $pids; do wait "$pid" || code=$?; done
+exit "${code:-0}"
+""",
+}
 
-    def __init__(self, folder: Path, *overrides: str):
+
+class Machines:
+    """Processes that are what would be started on two machines, or from outside of them."""
+
+    def __init__(self, folder: Path, *overrides: str, way: str = "torchrun"):
         self.folder, self.root = folder, folder / "runs"
         folder.mkdir(parents=True, exist_ok=True)
-        port = free_port()
-        environment = {**os.environ, "MEGARL_NODE_CPUS": "2", "MEGARL_NODE_OBJECT_STORE_MB": "100"}
-        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
-        command += [
-            "--rdzv-backend=c10d",
-            f"--rdzv-endpoint=127.0.0.1:{port}",
-            "--rdzv-id=test",
-            "--local-addr=127.0.0.1",
-        ]
-        command += ["-m", "megarl.launch", "train", "configs/tiny.yaml", f"run.root={self.root}", *overrides]
-        self.logs = [folder / f"machine{number}.log" for number in range(2)]
+        train = ["train", "configs/tiny.yaml", f"run.root={self.root}", *overrides]
+        commands, more = {"torchrun": _torchrun, "slurm": _slurm, "ray": _ray}[way](folder, train)
+        environment = {**os.environ, **NODE, **more}
+        self.logs = [folder / f"machine{number}.log" for number in range(len(commands))]
         self.agents = [
             subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log.open("wb"), stderr=subprocess.STDOUT)
-            for log in self.logs
+            for command, log in zip(commands, self.logs, strict=True)
         ]
 
     @property
@@ -74,15 +82,60 @@ class Machines:
                     continue
 
 
+Commands = tuple[list[list[str]], dict[str, str]]  # and what their environment has beside
+
+
+def _torchrun(folder: Path, train: list[str]) -> Commands:
+    """One torchrun for each of the machines, as each would be started there."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+    command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=test"]
+    return [[*command, "--local-addr=127.0.0.1", "-m", "megarl.launch", *train]] * 2, {}
+
+
+def _slurm(folder: Path, train: list[str]) -> Commands:
+    """The batch script, with stand-ins for what Slurm itself would do."""
+    for name, text in SLURM.items():
+        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / name).chmod(0o755)
+    path = f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    job = {"SLURM_JOB_NODELIST": "node[0-1]", "SLURM_JOB_ID": str(os.getpid()), "SLURM_NNODES": "2"}
+    return [["bash", "launch/slurm.sbatch", *train[1:]]], {"PATH": path, **job}
+
+
+def _ray(folder: Path, train: list[str]) -> Commands:
+    """A cluster of Ray's that is there before the run and stays: the command joins it."""
+    port = free_port()
+    start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", "--num-cpus=2"]
+    start += ["--object-store-memory=100000000"]
+    head = [*start, "--head", f"--port={port}", "--node-ip-address=127.0.0.1", "--include-dashboard=false"]
+    run = [sys.executable, "-m", "megarl.cli", *train, f"cluster.address=127.0.0.1:{port}", "cluster.nodes=2"]
+    node = [*start, f"--address=127.0.0.1:{port}"]
+    ready = f"until (echo > /dev/tcp/127.0.0.1/{port}) 2> /dev/null; do sleep 0.2; done; sleep 2; exec "
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    return [["bash", "-c", ready + shlex.join(run)], head, ["bash", "-c", ready + shlex.join(node)]], token
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A run on one machine, and what it sampled."""
+    folder = tmp_path_factory.mktemp("one")
+    run = finished(folder / "one", *PPO, f"rollout.record={folder / 'rollouts.jsonl'}")
+    return run.run_folder, folder / "rollouts.jsonl"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_two_machines_do_what_one_does(tmp_path: Path) -> None:
-    recording = tmp_path / "rollouts.jsonl"
-    one = finished(tmp_path / "one", *PPO, f"rollout.record={recording}")
-    with Machines(tmp_path / "two", *PPO, *APART, f"rollout.replay={recording}") as two:
-        assert two.codes(400) == [0, 0], two.said[-3000:]
+@pytest.mark.parametrize("way", ["torchrun", "slurm", "ray"])
+def test_two_machines_do_what_one_does(way: str, alone: tuple[Path, Path], tmp_path: Path) -> None:
+    one, recording = alone
+    with Machines(tmp_path, *PPO, *APART, f"rollout.replay={recording}", way=way) as two:
+        if way == "ray":
+            assert two.agents[0].wait(400) == 0, two.said[-3000:]
+            assert [agent.poll() for agent in two.agents[1:]] == [None, None]  # the cluster is not the run's to end
+        else:
+            assert not any(two.codes(400)), two.said[-3000:]
     (folder,) = two.root.iterdir()
-    check_same(one.run_folder, folder, 1e-5)
+    check_same(one, folder, 1e-5)
 
 
 @pytest.mark.slow
