@@ -19,7 +19,7 @@ from torch import Tensor
 from megarl.bridge.folders import new_folder
 from megarl.bridge.layout import Cut, Shape, Where
 from megarl.bridge.model_map import ModelMap, Parameter
-from megarl.bridge.raw_io import WriteBehind, raw, read_exactly, reading
+from megarl.bridge.raw_io import Run, WriteBehind, copy_run, raw, read_exactly, reading
 from megarl.errors import RunError, UserError
 
 INDEX = "model.safetensors.index.json"
@@ -67,26 +67,32 @@ class HFReader:
 
     def read(self, name: str, region: tuple[slice, ...], out: Tensor) -> None:
         """Fills `out` with a region of a tensor: whole rows of the dtype that it has straight from the file, else through the map."""
-        place = self._place(name)
-        if place is None or not out.is_contiguous() or out.is_cuda:
+        runs = self.runs(name, region, out.dtype) if out.is_contiguous() and not out.is_cuda else None
+        if runs is None:
             out.copy_(self.get_slice(name, region))
             return
+        with reading(runs[0].path, RunError):
+            whole = read_exactly(runs[0].file, runs[0].start, out)
+        if not whole:
+            raise UserError(f"{runs[0].path} is damaged or cut short.")
+
+    def runs(self, name: str, region: tuple[slice, ...], dtype: torch.dtype) -> list[Run] | None:
+        """Where the bytes of a region lie, one run: of whole rows that are stored as `dtype`; None: of any other."""
+        place = self._place(name)
+        if place is None:
+            return None
         file, stored = place
         if file not in self._starts:
             self._starts[file] = _starts(self.folder / file)
         descriptor, starts = self._starts[file]
         start, shape, kind = starts[stored]
         rows = shape[1:]
-        if DTYPES.get(kind) != out.dtype or any(
-            s.start or s.stop != size for s, size in zip(region[1:], rows, strict=True)
-        ):
-            out.copy_(self.get_slice(name, region))
-            return
-        first = region[0].start * math.prod(rows) * out.itemsize
-        with reading(self.folder / file, RunError):
-            whole = read_exactly(descriptor.fileno(), start + first, out)
-        if not whole:
-            raise UserError(f"{self.folder / file} is damaged or cut short.")
+        whole = all(not s.start and s.stop == size for s, size in zip(region[1:], rows, strict=True))
+        if DTYPES.get(kind) != dtype or not whole or any(s.step not in (None, 1) for s in region):
+            return None
+        each = math.prod(rows) * dtype.itemsize
+        first, count = (region[0].start, region[0].stop - region[0].start) if region else (0, 1)
+        return [Run(self.folder / file, descriptor.fileno(), start + first * each, count * each)]
 
     def _place(self, name: str) -> tuple[str, str] | None:
         """File and name in it of a tensor; None: no file has it."""
@@ -296,6 +302,13 @@ class ShardFile:
         flat = tensor.detach().to("cpu", self._dtypes[name]).contiguous().flatten()
         self._file.write(raw(flat))
         self._behind.wrote(flat.nbytes)
+
+    def copy(self, name: str, runs: Iterable[Run]) -> None:
+        """Writes one tensor, whose bytes lie in other files as they are to be."""
+        self._file.seek(self._place[name])
+        for run in runs:
+            copy_run(run, self._file)
+            self._behind.wrote(run.length)
 
     def sync(self) -> None:
         """Waits until what was written is on the disk."""

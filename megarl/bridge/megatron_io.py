@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from megarl.bridge.heads import BIAS, WEIGHT, Head, megatron_name
 from megarl.bridge.hf_io import DTYPES
 from megarl.bridge.layout import Copy, Cut, Shape
 from megarl.bridge.model_map import ModelMap, Parameter
+from megarl.bridge.raw_io import Run
 from megarl.bridge.torch_dist import DistReader
 from megarl.errors import UserError
 
@@ -104,15 +105,35 @@ class MegatronReader:
                 out.copy_(self.get(name)[region])
                 return
 
+    def runs(self, name: str, region: tuple[slice, ...], dtype: torch.dtype) -> list[Run] | None:
+        """Where the bytes of a whole tensor lie, run after run, if they are stored as `dtype` and as they stand in it."""
+        found, row = [], 0
+        for copy, slots in sorted(self._of(name), key=lambda held: held[0].hf[0].start):
+            whole = all(s == full for s, full in zip(copy.hf[1:], region[1:], strict=True))
+            if not is_straight(copy) or not whole or copy.hf[0].start != row:
+                return None
+            for _, key, inner in self._pieces(slots, copy.local):
+                run = self.dist.run(key, inner) if self.dist.tensors[key].dtype == dtype else None
+                if run is None:
+                    return None
+                found.append(run)
+            row = copy.hf[0].stop
+        return found if row == region[0].stop else None
+
     def _fill(self, slots: list[Slot], local: tuple[slice, ...], out: Tensor) -> None:
-        """A region of a parameter, which may lie in several keys."""
+        """A region of a parameter."""
+        for rows, key, inner in self._pieces(slots, local):
+            self.dist.read(key, inner, out[rows])
+
+    def _pieces(self, slots: list[Slot], local: tuple[slice, ...]) -> Iterator[tuple[slice, str, tuple[slice, ...]]]:
+        """A region of a parameter, which may lie in several keys: some of its rows, and where these are."""
         rows = local[0]
         for slot in slots:
             start, stop = max(rows.start, slot.rows.start), min(rows.stop, slot.rows.stop)
             if start < stop:
                 inner = (slice(start - slot.rows.start, stop - slot.rows.start), *local[1:])
                 lead = tuple(slice(i, i + 1) for i in slot.index)
-                self.dist.read(slot.key, (*lead, *inner), out[start - rows.start : stop - rows.start])
+                yield slice(start - rows.start, stop - rows.start), slot.key, (*lead, *inner)
 
     def forget(self) -> None:
         """Nothing is mapped."""

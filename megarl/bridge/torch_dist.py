@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from megarl.bridge.layout import Shape
-from megarl.bridge.raw_io import read_exactly, reading
+from megarl.bridge.raw_io import Run, read_exactly, reading
 from megarl.errors import RunError, UserError
 
 CONFIG, METADATA, COMMON = "metadata.json", ".metadata", "common.pt"
@@ -131,6 +131,27 @@ class DistReader:
                 f"{self.folder}: the chunks of {key} do not cover {tuple((s.start, s.stop) for s in region)}."
             )
 
+    def run(self, key: str, region: tuple[slice, ...]) -> Run | None:
+        """Where the bytes of a region lie, if they lie one after another in one chunk."""
+        stored = self.tensors[key]
+        around = [
+            chunk
+            for chunk in self._near(key, region)
+            if all(o <= s.start and s.stop <= o + n for s, o, n in zip(region, chunk.offsets, chunk.sizes, strict=True))
+        ]
+        if len(around) != 1:
+            return None
+        (chunk,) = around
+        inside = tuple(slice(s.start - o, s.stop - o) for s, o in zip(region, chunk.offsets, strict=True))
+        cut = _cut(chunk, inside)
+        if any(s.stop - s.start != 1 for s in inside[:cut]):
+            return None
+        width = stored.dtype.itemsize
+        first = _flat(tuple(s.start for s in inside), chunk.sizes) * width
+        length = torch.Size([s.stop - s.start for s in inside]).numel() * width
+        start = self._data_start(stored, chunk) + first
+        return Run(self.folder / chunk.file, self._open(chunk.file).fileno(), start, length)
+
     def _near(self, key: str, region: tuple[slice, ...]) -> Iterable[Chunk]:
         """The chunks of a tensor that may meet a region: there are as many as layers, or experts, of which one is wanted."""
         chunks = self.tensors[key].chunks
@@ -166,8 +187,7 @@ class DistReader:
         """A box of a chunk: whole runs of it are read where they are wanted, cut rows through a block of bounded size."""
         start, width = self._data_start(stored, chunk), stored.dtype.itemsize
         file = self._open(chunk.file).fileno()
-        # The axes after `cut` are wanted whole, so every index of the axes up to it begins a run.
-        cut = max((axis for axis, s in enumerate(inside) if s.stop - s.start < chunk.sizes[axis]), default=0)
+        cut = _cut(chunk, inside)
         run = torch.Size(chunk.sizes[cut + 1 :]).numel()
         outer, rows = inside[:cut], inside[cut] if inside else slice(0, 1)
         for index in _indices(outer):
@@ -466,6 +486,11 @@ def _counts(numbers: Iterable[Any]) -> Shape:
     if not all(isinstance(n, int) and 0 <= n < 1 << 63 for n in found):
         raise ValueError("it has numbers that no file has")
     return found
+
+
+def _cut(chunk: Chunk, inside: tuple[slice, ...]) -> int:
+    """An axis after which all are wanted whole, so that every index of the axes up to it begins a run of bytes."""
+    return max((axis for axis, s in enumerate(inside) if s.stop - s.start < chunk.sizes[axis]), default=0)
 
 
 def _strides(sizes: Shape) -> Shape:

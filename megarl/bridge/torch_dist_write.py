@@ -6,7 +6,7 @@ import functools
 import json
 import pickle
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from megarl.bridge.layout import Shape
-from megarl.bridge.raw_io import WriteBehind, raw
+from megarl.bridge.raw_io import Run, WriteBehind, copy_run, raw
 from megarl.bridge.torch_dist import COMMON, CONFIG, METADATA
 
 CHECKSUMS = "checksums.json"
-_FRAMED = 1 << 10  # bytes from which a tensor is written by itself: more than anything else in its archive
+FRAMED = 1 << 10  # bytes from which a tensor is written by itself: more than anything else in its archive
 _BLOCK_BYTES = 4 << 20  # stays in a core's cache between reading and summing
 
 
@@ -36,22 +36,42 @@ class ChunkFile:
     def write(self, key: str, tensor: Tensor, offsets: Shape, shape: Shape) -> None:
         """A chunk of the tensor `key` of the given whole shape, which lies at `offsets` in it."""
         tensor = tensor.detach().contiguous()
-        if tensor.nbytes < _FRAMED:
+        if tensor.nbytes < FRAMED:
             start = self._save(tensor.clone())  # of a view all of the storage would be written
         else:
-            start = self._file.tell()
-            before, after = _frame(tensor.dtype, tuple(tensor.shape))
-            self._file.write(before)
-            self._file.write(raw(tensor))
-            self._file.write(after)
+            start = self._framed(tensor.dtype, tuple(tensor.shape), lambda: self._file.write(raw(tensor)))
             self._behind.wrote(tensor.nbytes)
+        self._record(key, tensor.dtype, start, tuple(tensor.shape), offsets, shape)
+
+    def copy(
+        self, key: str, runs: Sequence[Run], dtype: torch.dtype, sizes: Shape, offsets: Shape, shape: Shape
+    ) -> None:
+        """A chunk of so many `sizes`, of FRAMED bytes or more, which lie in other files as they are to be."""
+
+        def elements() -> None:
+            for run in runs:
+                copy_run(run, self._file)
+                self._behind.wrote(run.length)
+
+        self._record(key, dtype, self._framed(dtype, sizes, elements), sizes, offsets, shape)
+
+    def _framed(self, dtype: torch.dtype, sizes: Shape, elements: Callable[[], Any]) -> int:
+        """What `torch.save` would write of a tensor; where it begins."""
+        start = self._file.tell()
+        before, after = _frame(dtype, sizes)
+        self._file.write(before)
+        elements()
+        self._file.write(after)
+        return start
+
+    def _record(self, key: str, dtype: torch.dtype, start: int, sizes: Shape, offsets: Shape, shape: Shape) -> None:
         self.records.append(
             {
                 "key": key,
-                "dtype": str(tensor.dtype).removeprefix("torch."),
+                "dtype": str(dtype).removeprefix("torch."),
                 "shape": list(shape),
                 "offsets": list(offsets),
-                "sizes": list(tensor.shape),
+                "sizes": list(sizes),
                 "file": self._name,
                 "start": start,
                 "length": self._file.tell() - start,

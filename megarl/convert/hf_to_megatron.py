@@ -13,13 +13,13 @@ from megarl.bridge.hf_io import copy_texts
 from megarl.bridge.layout import Cut
 from megarl.bridge.megatron_io import is_straight, standing
 from megarl.bridge.model_map import Parameter
-from megarl.bridge.raw_io import reading
+from megarl.bridge.raw_io import Run, reading
 from megarl.bridge.torch_dist_write import ChunkFile, write_common, write_metadata
 from megarl.convert.job import Job, carry_out
 from megarl.convert.processes import ALONE, Processes
 from megarl.convert.source import Source, config_text, main_dtype, open_hf
 from megarl.convert.unfinished import Unfinished
-from megarl.convert.work import AS_IT_IS, Options, Scratch, check_finite, target_dtypes
+from megarl.convert.work import AS_IT_IS, Options, Scratch, check_finite, check_runs, copied, target_dtypes
 from megarl.errors import RunError, UserError
 
 # Megatron reads these; a checkpoint without a training run behind it is iteration 0.
@@ -43,7 +43,7 @@ class _ToMegatron(Job[Parameter, ChunkFile]):
         self.dtypes = target_dtypes(origin.dtypes, options.dtype, self.model.float32)
         self.parameters = [parameter for parameter in self.model.parameters if parameter.exported]
         self.scratch = Scratch(max(self.bytes(parameter) for parameter in self.parameters))
-        self.files = self._runs()
+        self.files = self._files()
 
     def dtype(self, parameter: Parameter) -> torch.dtype:
         """The one dtype of all that a parameter is made of."""
@@ -59,7 +59,7 @@ class _ToMegatron(Job[Parameter, ChunkFile]):
     def bytes(self, item: Parameter) -> int:
         return torch.Size(item.local_shape(Cut())).numel() * self.dtype(item).itemsize
 
-    def _runs(self) -> dict[str, list[Parameter]]:
+    def _files(self) -> dict[str, list[Parameter]]:
         """In the order of the model."""
         runs: list[list[Parameter]] = [[]]
         used = 0
@@ -76,11 +76,29 @@ class _ToMegatron(Job[Parameter, ChunkFile]):
         return ChunkFile(folder / name)
 
     def write(self, file: ChunkFile, item: Parameter) -> None:
-        whole = self.scratch.tensor(item.local_shape(Cut()), self.dtype(item))
+        name, dtype, slot = (
+            f"{self.origin.folder}: {' with '.join(item.hf_names)}",
+            self.dtype(item),
+            written(self.model, item),
+        )
+        if runs := copied(self._runs(item, dtype), dtype):
+            file.copy(slot.key, runs, dtype, slot.sizes, slot.offsets, slot.global_shape)
+            check_runs(name, runs, dtype, self.options)
+            return
+        whole = self.scratch.tensor(item.local_shape(Cut()), dtype)
         self._fill(item, whole)
-        check_finite(f"{self.origin.folder}: {' with '.join(item.hf_names)}", whole, self.options)
-        slot = written(self.model, item)
+        check_finite(name, whole, self.options)
         file.write(slot.key, whole.view(slot.sizes), slot.offsets, slot.global_shape)
+
+    def _runs(self, parameter: Parameter, dtype: torch.dtype) -> list[Run] | None:
+        """Where its bytes lie, if they lie as they are to be."""
+        found: list[Run] = []
+        for copy in sorted(parameter.copies(Cut()), key=lambda copy: copy.local[0].start):
+            runs = self.origin.reader.runs(copy.hf_name, copy.hf, dtype) if is_straight(copy) else None
+            if runs is None:
+                return None
+            found += runs
+        return found
 
     def _fill(self, parameter: Parameter, whole: Tensor) -> None:
         """The parameter as a rank holds it that has all of it."""

@@ -11,7 +11,7 @@ from megarl.convert.job import Job, carry_out
 from megarl.convert.processes import ALONE, Processes
 from megarl.convert.source import Source, config_text, main_dtype, open_megatron
 from megarl.convert.unfinished import Unfinished
-from megarl.convert.work import AS_IT_IS, Options, Scratch, check_finite, target_dtypes
+from megarl.convert.work import AS_IT_IS, Options, Scratch, check_finite, check_runs, copied, target_dtypes
 
 
 def megatron_to_hf(
@@ -50,10 +50,19 @@ class _ToHF(Job[str, ShardFile]):
         return ShardFile(folder / name, self.files[name], self.shapes, self.dtypes)
 
     def write(self, file: ShardFile, item: str) -> None:
+        name, dtype, whole = (
+            f"{self.origin.folder}: {item}",
+            self.dtypes[item],
+            tuple(slice(0, n) for n in self.shapes[item]),
+        )
+        if runs := copied(self.origin.reader.runs(item, whole, dtype), dtype):
+            file.copy(item, runs)
+            check_runs(name, runs, dtype, self.options)
+            return
         tensor = self.scratch.tensor(self.shapes[item], self.stored[item])
-        self.origin.reader.read(item, tuple(slice(0, size) for size in self.shapes[item]), tensor)
-        tensor = tensor.to(self.dtypes[item])
-        check_finite(f"{self.origin.folder}: {item}", tensor, self.options)
+        self.origin.reader.read(item, whole, tensor)
+        tensor = tensor.to(dtype)
+        check_finite(name, tensor, self.options)
         file.write(item, tensor)
 
     def finish(self, growing: Unfinished) -> None:

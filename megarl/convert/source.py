@@ -18,7 +18,7 @@ from megarl.bridge.layout import Shape
 from megarl.bridge.megatron_io import MegatronReader
 from megarl.bridge.model_map import ModelMap
 from megarl.bridge.quantised import QuantisedReader
-from megarl.bridge.raw_io import reading
+from megarl.bridge.raw_io import Run, reading
 from megarl.bridge.torch_dist import CONFIG, DistReader, is_checkpoint, resolve
 from megarl.errors import UserError
 
@@ -33,6 +33,7 @@ class Reader(Protocol):
     def get(self, name: str) -> Tensor: ...
     def read(self, name: str, region: tuple[slice, ...], out: Tensor) -> None: ...
     def get_slice(self, name: str, region: tuple[slice, ...]) -> Tensor: ...
+    def runs(self, name: str, region: tuple[slice, ...], dtype: torch.dtype) -> list[Run] | None: ...
     def forget(self) -> None: ...
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from megarl.bridge.layout import Shape
+from megarl.bridge.raw_io import Run, mapped
 from megarl.errors import UserError
 
 SHARD_BYTES = 2_000_000_000  # of a file, which is what a conversion that is started again does not do twice
+LEAST_BYTES = 32 << 10  # of a run that is copied by the kernel: a call for each costs as much
 FORGET_BYTES = 256 << 20  # of mapped files: their pages count as memory of the process
 
 
@@ -60,10 +62,34 @@ class Scratch:
 
 def check_finite(name: str, tensor: Tensor, options: Options) -> None:
     """Raises UserError for a tensor of the target that holds NaN or infinity, unless it may."""
-    if not options.allow_nonfinite and (bad := nonfinite(tensor)):
-        stored = "" if options.dtype is None else f", as {str(tensor.dtype).removeprefix('torch.')},"
+    if not options.allow_nonfinite:
+        _complain(name, nonfinite(tensor), tensor.numel(), tensor.dtype, options)
+
+
+def check_runs(name: str, runs: Sequence[Run], dtype: torch.dtype, options: Options) -> None:
+    """The same of one that was copied byte by byte."""
+    if options.allow_nonfinite:
+        return
+    bad = 0
+    for run in runs:
+        with mapped(run, dtype) as tensor:
+            bad += nonfinite(tensor)
+            del tensor
+    _complain(name, bad, sum(run.length for run in runs) // dtype.itemsize, dtype, options)
+
+
+def copied(runs: Sequence[Run] | None, dtype: torch.dtype) -> Sequence[Run] | None:
+    """Runs that are worth it, and can be looked at, as elements."""
+    if runs is None or any(run.length < LEAST_BYTES or run.start % dtype.itemsize for run in runs):
+        return None
+    return runs
+
+
+def _complain(name: str, bad: int, count: int, dtype: torch.dtype, options: Options) -> None:
+    if bad:
+        stored = "" if options.dtype is None else f", as {str(dtype).removeprefix('torch.')},"
         raise UserError(
-            f"{name}{stored} holds {bad} elements that are NaN or infinite (of {tensor.numel()}); "
+            f"{name}{stored} holds {bad} elements that are NaN or infinite (of {count}); "
             "--allow-nonfinite carries them over."
         )
 

@@ -78,6 +78,10 @@ HUGGING_FACE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: weights(f, model__norm__weight=torch.full((80,), float("nan"))),
         "model.norm.weight holds 80 elements that are NaN or infinite (of 80); --allow-nonfinite carries them over",
     ),
+    "a NaN in what is copied as it lies": (
+        lambda f: weights(f, model__embed_tokens__weight=torch.full((419, 80), float("nan"))),
+        "model.embed_tokens.weight holds 33520 elements that are NaN or infinite (of 33520); --allow-nonfinite",
+    ),
     "a truncated shard": (
         lambda f: cut(f / "model.safetensors", 100),
         "model.safetensors is damaged or cut short",
