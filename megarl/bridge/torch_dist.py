@@ -101,7 +101,9 @@ class DistReader:
         check_format(self.folder)
         self.tensors, self.objects = read_metadata(self.folder)
         self._files: dict[str, BinaryIO] = {}
-        self._by_first: dict[str, defaultdict[int, list[Chunk]]] = {}  # of a key: its chunks by their first index
+        self._by_first: dict[
+            str, dict[int, list[Chunk]] | None
+        ] = {}  # of a key: its chunks by their first index, if each has one
         self._data: dict[Chunk, int] = {}  # where a chunk's first element lies in its file
         self._check_files()
 
@@ -155,13 +157,17 @@ class DistReader:
     def _near(self, key: str, region: tuple[slice, ...]) -> Iterable[Chunk]:
         """The chunks of a tensor that may meet a region: there are as many as layers, or experts, of which one is wanted."""
         chunks = self.tensors[key].chunks
-        if not region or any(chunk.sizes[0] != 1 for chunk in chunks):
-            return chunks
         if key not in self._by_first:
-            self._by_first[key] = defaultdict(list)
-            for chunk in chunks:
-                self._by_first[key][chunk.offsets[0]].append(chunk)
-        return [chunk for first in range(region[0].start, region[0].stop) for chunk in self._by_first[key][first]]
+            found: dict[int, list[Chunk]] | None = None
+            if all(chunk.sizes[:1] == (1,) for chunk in chunks):
+                found = defaultdict(list)
+                for chunk in chunks:
+                    found[chunk.offsets[0]].append(chunk)
+            self._by_first[key] = found
+        by_first = self._by_first[key]
+        if by_first is None:
+            return chunks
+        return [chunk for first in range(region[0].start, region[0].stop) for chunk in by_first.get(first, ())]
 
     def read_common(self) -> dict[str, Any]:
         """What is no tensor, by torch's restricted unpickler."""
