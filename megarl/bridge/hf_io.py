@@ -356,6 +356,13 @@ def save_hf(
     return target
 
 
+def left_out(source: Path, model: ModelMap) -> tuple[ModelMap, Iterator[tuple[str, Tensor]]]:
+    """The map of all that a folder holds, and what `model`, of the same folder, leaves out: layers for multi-token prediction."""
+    reader = HFReader(source)
+    whole = ModelMap.from_hf(source, names=reader.names)
+    return whole, ((name, reader.get(name)) for name in whole.hf_shapes if name not in model.hf_shapes)
+
+
 def copy_companions(source: Path, folder: Path, dtype: torch.dtype, changes: Mapping[str, Any]) -> None:
     """config.json (its dtype brought up to date, and with `changes`), tokenizer, chat template and generation config."""
     config = json.loads((source / "config.json").read_text(encoding="utf-8")) | dict(changes)

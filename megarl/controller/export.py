@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from megarl.bridge.head_io import critic_head, save_head_hf
-from megarl.bridge.hf_io import HFReader, save_hf
+from megarl.bridge.hf_io import left_out, save_hf
 from megarl.bridge.model_map import ModelMap
 from megarl.config import Config
 from megarl.controller.preflight import Prepared
@@ -22,15 +22,13 @@ from megarl.reshard.colocated import Colocated
 def export_hf(cfg: Config, prepared: Prepared, sync: WeightSync, target: Path) -> Path:
     """Write weights, configuration, tokenizer and chat template to `target`; tensors stream through one shared bucket. Layers for
     multi-token prediction, which training leaves out, are carried over as they were."""
-    reader = HFReader(prepared.folder)
-    whole = ModelMap.from_hf(prepared.folder, names=reader.names)
-    left_out = ((name, reader.get(name)) for name in whole.hf_shapes if name not in prepared.model.hf_shapes)
+    whole, rest = left_out(prepared.folder, prepared.model)
     dtype = cfg.export.dtype or cfg.model.dtype
     transfer = Colocated(prepared.model, dtype=dtype, bucket_bytes=cfg.reshard.bucket_mb << 20, verify="off")
     try:
         save_hf(
             target,
-            chain(transfer.tensors(sync.actor), left_out),
+            chain(transfer.tensors(sync.actor), rest),
             prepared.folder,
             shapes=whole.hf_shapes,
             dtype=getattr(torch, dtype),

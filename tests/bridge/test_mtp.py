@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
+from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from megarl.bridge.hf_io import HFReader, export_tensors, load_parameter
+from megarl.bridge.hf_io import HFReader, export_tensors, left_out, load_parameter, save_hf
 from megarl.bridge.layout import Cut
 from megarl.bridge.model_map import ModelMap
 from megarl.errors import UserError
-from megarl.models.tiny import tiny_config
+from megarl.models.tiny import random_weights, tiny_config
 from tests.bridge.cases import numbered, ranks
 from tests.bridge.full_size import DEEPSEEK_V3, MTP_NAMES
 
@@ -102,6 +104,30 @@ def test_a_model_that_is_trained_reads_over_them_and_over_nothing_else(tmp_path:
     save_file({name: t for name, t in tensors.items() if not trained.leaves_out(name)}, tmp_path / "model.safetensors")
     reader = HFReader(tmp_path)
     reader.check(ModelMap.from_hf(config, names=reader.names))
+
+
+def test_an_export_of_the_trained_model_carries_them_over(tmp_path: Path) -> None:
+    config = tiny_config("deepseek", num_nextn_predict_layers=1)
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(config))
+    before = dict(random_weights(MODELS["deepseek"].hf_shapes, 1))
+    save_file(before, source / "model.safetensors")
+    trained = ModelMap.from_hf(source)
+    whole, rest = left_out(source, trained)
+    learned = ((name, tensor + 1) for name, tensor in before.items() if name in trained.hf_shapes)
+    tensors = chain(learned, rest)
+    save_hf(tmp_path / "out", tensors, source, shapes=whole.hf_shapes, dtype=torch.bfloat16, float32=whole.float32)
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    assert after.keys() == before.keys()
+    for name, tensor in after.items():
+        assert tensor.dtype == (torch.float32 if name.endswith("correction_bias") else torch.bfloat16)
+        was = before[name] + 1 if name in trained.hf_shapes else before[name]
+        assert torch.equal(tensor, was.to(tensor.dtype)), name
+    # Where there are none, nothing is added.
+    save_file({name: before[name] for name in trained.hf_shapes}, source / "model.safetensors")
+    whole, rest = left_out(source, trained)
+    assert list(rest) == [] and whole.hf_shapes == trained.hf_shapes
 
 
 @pytest.mark.parametrize("family", ["deepseek", "glm4-moe"])
