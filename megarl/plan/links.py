@@ -176,7 +176,10 @@ def _layers(
         own = passes.tokens / c * values * size / t
         yield "context parallel", _Group(c, t, devices).each(layers * (passes.forward + passes.backward) * own * c)
     if parallel.pipeline > 1:
-        hop = row / (t if parallel.sequence else 1) * parallel.virtual * (passes.through + passes.backward)
+        # Of two stages one sends on and one sends back; else those between do both.
+        both = parallel.pipeline > 2 or parallel.virtual > 1
+        times = passes.through + passes.backward if both else max(passes.through, passes.backward)
+        hop = row / (t if parallel.sequence else 1) * parallel.virtual * times
         crosses = parallel.ranks // parallel.pipeline >= devices
         yield "pipeline", (0, round(hop)) if crosses else (round(hop), 0)
 

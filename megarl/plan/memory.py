@@ -234,8 +234,8 @@ class Memory:
         mine = [load for load in self.loads if load.phase == phase]
         if hardware.gpu:
             return shared + max(load.host for load in mine) * min(hardware.devices, len(mine))
-        engines = cfg.rollout.engines * int(cfg.rollout.engine.get("tp_size", 1))
-        process = round(hardware.process_gib * GIB)
-        ranks = sum(load.total + process for load in mine)
-        engine = engines * (self.engine.weights + self.engine.cache + process)
-        return shared + -(-(ranks + engine) // nodes)
+        size = int(cfg.rollout.engine.get("tp_size", 1))
+        held = sum(load.total for load in mine) + cfg.rollout.engines * size * (self.engine.weights + self.engine.cache)
+        # Ranks, an engine's ranks and the process that leads them, the controller with Ray.
+        processes = len(mine) + cfg.rollout.engines * (size + 1) + 1
+        return shared + -(-(held + round(processes * hardware.process_gib * GIB)) // nodes)
