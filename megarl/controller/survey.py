@@ -104,6 +104,8 @@ class _Look:
         where, layout = (f"{role}.parallel", own) if own else ("actor.parallel", self.cfg.actor.parallel)
         prefix = "" if own or path is None else f"{role}.path={path}: "
         self.add(prefix + problem for problem in role_checks.layout_problems(where, layout, model))
+        if own:
+            self.add(f"{where}: {problem}" for problem in self._precision(model, own))
 
     def _open(self, role: str, key: str, path: str, head_of: _HeadOf | None = None) -> None:
         try:
@@ -123,13 +125,12 @@ class _Look:
     def nodes(self) -> int:
         """How many machines there are; problems where they have too few GPUs."""
         cfg, devices = self.cfg, self.machines.devices
-        pools = {f"{role}.parallel.ranks": layout.ranks for role, layout in cfg.layouts.items()}
-        wanted = sum(pools.values())
         size = cfg.rollout.engine.get("tp_size", 1)
-        engines = cfg.rollout.engines * size if type(size) is int else 1
-        if not self.machines.gpu:
+        if not self.machines.gpu or type(size) is not int:  # the latter is told already
             return cfg.cluster.nodes or 1
-        nodes = cfg.cluster.nodes or max(1, -(-max(wanted, engines) // devices))
+        pools = {f"{role}.parallel.ranks": layout.ranks for role, layout in cfg.layouts.items()}
+        wanted, engines = sum(pools.values()), cfg.rollout.engines * size
+        nodes = cfg.cluster.nodes or max(1, -(-gpus(cfg) // devices))
         if nodes > 1 and cfg.reshard.transport == "colocated":
             self.cautions.append(
                 f"reshard.transport=colocated moves weights within one machine, and there are {nodes}; set "
@@ -152,12 +153,18 @@ class _Look:
                     f"{role}.parallel.tensor={layout.tensor} is more than the {devices} GPUs of a node: every layer would wait for "
                     "the network between nodes"
                 )
-        if type(size) is int and size > devices:
+        if size > devices:
             self.cautions.append(
                 f"rollout.engine.tp_size={size} is more than the {devices} GPUs of a node, and engines over several nodes are not "
                 "written yet"
             )
         return nodes
+
+
+def gpus(cfg: Config) -> int:
+    """How many it takes: engines share those of the actor's ranks."""
+    ranks = sum(layout.ranks for layout in cfg.layouts.values())
+    return max(ranks, cfg.rollout.engines * int(cfg.rollout.engine.get("tp_size", 1)))
 
 
 def _head(folder: Path, head_of: _HeadOf) -> Head:

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     from megarl.observe.files import write_whole
     from megarl.plan import hardware as machines
     from megarl.plan.links import traffic
-    from megarl.plan.memory import Memory
+    from megarl.plan.memory import Plan
     from megarl.plan.report import as_json, shown
     from megarl.plan.verdict import verdict
 
@@ -53,15 +53,15 @@ def run(args: argparse.Namespace) -> int:
     named = args.hardware or (reading.config.cluster.hardware if reading.config else None)
     hardware = machines.find(named) if named else machines.here()
     asked = Machines(hardware.gpu, hardware.devices, hardware.name, hardware.compute_capability)
-    memory = Memory(survey(reading, asked), hardware)
-    sent, told = traffic(memory), verdict(memory)
-    print(shown(memory, sent, told))
-    facts = as_json(memory, sent, told)
+    plan = Plan(survey(reading, asked), hardware)
+    sent, judged = traffic(plan), verdict(plan)
+    print(shown(plan, sent, judged))
+    facts = as_json(plan, sent, judged)
     equal = True
     if args.dry_run:
         from megarl.plan.dry_run import dry_run
 
-        facts["dry_run"], equal = dry_run(memory, args.rank)
+        facts["dry_run"], equal = dry_run(plan, args.rank)
     if args.json:
         write_whole(args.json, json.dumps(facts, indent=1) + "\n")
-    return 0 if told.fits and equal else 1
+    return 0 if judged.fits and equal else 1

@@ -11,23 +11,23 @@ from megarl.bridge.grid import seat
 from megarl.bridge.states import Held, Learning, States
 from megarl.config.schema import OptimizerConfig, ParallelConfig
 from megarl.errors import UserError
-from megarl.plan.memory import Memory, Role
-from megarl.plan.report import table, told
+from megarl.plan.memory import Plan, Role
+from megarl.plan.report import ranks_told, table
 
 _PLAIN = OptimizerConfig()
 _LOW = ("main_params_dtype", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "cpu_offload")
 
 
-def dry_run(memory: Memory, ranks: Sequence[int] | None) -> tuple[list[dict[str, Any]], bool]:
+def dry_run(plan: Plan, ranks: Sequence[int] | None) -> tuple[list[dict[str, Any]], bool]:
     """Builds the actor's ranks that are named (None: those of the report), prints planned and built, and answers with both and
     whether they are equal."""
-    layout = memory.config.actor.parallel
-    chosen = list(told(memory, "actor") if ranks is None else dict.fromkeys(ranks))
+    layout = plan.config.actor.parallel
+    chosen = list(ranks_told(plan, "actor") if ranks is None else dict.fromkeys(ranks))
     if wrong := [rank for rank in chosen if not 0 <= rank < layout.ranks]:
         raise UserError(f"--rank {wrong[0]}: the actor's ranks are 0 to {layout.ranks - 1}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron's, of packages that it finds missing
-        found = [_compared(memory, role, layout, rank) for rank in chosen for role in memory.pools["actor"].values()]
+        found = [_compared(plan, role, layout, rank) for rank in chosen for role in plan.pools["actor"].values()]
     rows = [
         [
             one["role"],
@@ -40,24 +40,24 @@ def dry_run(memory: Memory, ranks: Sequence[int] | None) -> tuple[list[dict[str,
     ]
     titles = ["built, bytes", "rank", *Held._fields[:3], "", "seconds"]
     print("\n" + table(titles, rows))
-    if _reduced(memory):
+    if _reduced(plan):
         print("built with states in float32 and without float8, which need a GPU; planned likewise for this comparison")
     return found, all(one["equal"] for one in found)
 
 
-def _reduced(memory: Memory) -> bool:
+def _reduced(plan: Plan) -> bool:
     """Whether there is something that cannot be built without a GPU."""
-    actor = memory.config.actor
+    actor = plan.config.actor
     low = any(getattr(actor.optimizer, name) != getattr(_PLAIN, name) for name in _LOW)
     return low or (actor.precision.fp8 is not None and actor.precision.fp8_backend != "emulate")
 
 
-def _compared(memory: Memory, role: Role, layout: ParallelConfig, rank: int) -> dict[str, Any]:
+def _compared(plan: Plan, role: Role, layout: ParallelConfig, rank: int) -> dict[str, Any]:
     from megarl.megatron.dry_run import build
     from megarl.megatron.engine import EngineSettings
     from megarl.megatron.precision import PrecisionSettings
 
-    cfg = memory.config
+    cfg = plan.config
     settings = replace(EngineSettings.of(cfg), precision=PrecisionSettings(cfg.model.dtype))
     optimizer, learning = None, role.states.learning
     if learning is not None:

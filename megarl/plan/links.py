@@ -28,7 +28,7 @@ from megarl.bridge.states import SIZES
 from megarl.config import Config
 from megarl.config.schema import ParallelConfig
 from megarl.plan.hardware import Hardware
-from megarl.plan.memory import Memory, Role
+from megarl.plan.memory import Plan, Role
 
 LINKS = ("inside", "between", "host")
 _WHOLE = Cut()
@@ -52,7 +52,7 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class _Group:
+class Group:
     """Ranks of so many, a stride apart."""
 
     size: int
@@ -76,28 +76,28 @@ class _Group:
         return round(part * (self.in_node - 1)), round(part * (self.size - self.in_node))
 
 
-def traffic(memory: Memory) -> list[Traffic]:
+def traffic(plan: Plan) -> list[Traffic]:
     """Of the rank that sends most of each, by pool, role and purpose; nothing is listed that sends nothing."""
     found: list[Traffic] = []
-    for pool, roles in memory.pools.items():
+    for pool, roles in plan.pools.items():
         for role in roles.values():
-            found += _of_role(memory, pool, role)
-    found += _weights(memory)
+            found += _of_role(plan, pool, role)
+    found += _weights(plan)
     return [one for one in found if one.inside + one.between + one.host]
 
 
-def compute_seconds(memory: Memory) -> float:
+def compute_seconds(plan: Plan) -> float:
     """Of a step's passes through the models, at every device's full speed in bfloat16: 2 operations a parameter that a token meets and
     pass forwards, 4 backwards; attention between tokens left out."""
-    cfg, slowest = memory.config, 0.0
-    for pool, roles in memory.pools.items():
+    cfg, seconds = plan.config, 0.0
+    for pool, roles in plan.pools.items():
         parallel = cfg.layouts[pool]
         work = 0.0
         for role in roles.values():
             forward, backward = _times(cfg, role)
             work += (2 * forward + 4 * backward) * _met(role) * _tokens(cfg, role) * parallel.data
-        slowest += work / (parallel.ranks * memory.hardware.bf16_tflops * 1e12)
-    return slowest
+        seconds += work / (parallel.ranks * plan.hardware.bf16_tflops * 1e12)
+    return seconds
 
 
 def _met(role: Role) -> int:
@@ -119,8 +119,8 @@ def _tokens(cfg: Config, role: Role) -> int:
     return role.micro.tokens * role.micro_batches * cfg.algorithm.mini_batches
 
 
-def _of_role(memory: Memory, pool: str, role: Role) -> Iterator[Traffic]:
-    cfg, hardware = memory.config, memory.hardware
+def _of_role(plan: Plan, pool: str, role: Role) -> Iterator[Traffic]:
+    cfg, hardware = plan.config, plan.hardware
     parallel = cfg.layouts[pool]
     forward, learns = _times(cfg, role)
     passes = _Passes(_tokens(cfg, role), forward, learns, int(role.looks) + learns)
@@ -131,7 +131,7 @@ def _of_role(memory: Memory, pool: str, role: Role) -> Iterator[Traffic]:
         for what, group, size in _gradients(role, parallel, devices):
             inside, between = group.ring(size * learns * cfg.algorithm.mini_batches)
             yield Traffic(pool, role.name, what, inside, between)
-    moved = max(load.host for load in memory.loads if load.pool == pool)
+    moved = max(load.host for load in plan.loads if load.pool == pool)
     if role.name == "actor" and moved:
         yield Traffic(pool, "", "offload, there and back", host=2 * moved)
 
@@ -156,17 +156,17 @@ def _layers(
         for stage in range(parallel.pipeline)
     )
     if t > 1:
-        group = _Group(t, 1, devices)
+        group = Group(t, 1, devices)
         halves = 2 * layers - sparse  # a sparse layer's second half is the experts'
         blocks = halves * 2 * (passes.forward + passes.backward) + halves * passes.backward * parallel.sequence
         yield "tensor parallel", group.ring((blocks + 2 * passes.through + passes.backward) * row)
     if sparse and parallel.expert > 1:
         expert_tensor = parallel.tensor if parallel.expert_tensor is None else parallel.expert_tensor
-        group = _Group(parallel.expert, expert_tensor, devices)
+        group = Group(parallel.expert, expert_tensor, devices)
         routed = role.experts_a_token * row / (t if parallel.sequence else 1)
         yield "experts", group.each(sparse * 2 * (passes.forward + passes.backward) * routed)
         if expert_tensor > 1:
-            cut = _Group(expert_tensor, 1, devices)
+            cut = Group(expert_tensor, 1, devices)
             yield (
                 "tensor parallel in experts",
                 cut.ring(sparse * 2 * (passes.forward + passes.backward) * routed * expert_tensor),
@@ -174,7 +174,7 @@ def _layers(
     if c > 1:
         values = dims.heads * (dims.head_dim + dims.v_dim) if dims.kv_rank else 2 * dims.kv
         own = passes.tokens / c * values * size / t
-        yield "context parallel", _Group(c, t, devices).each(layers * (passes.forward + passes.backward) * own * c)
+        yield "context parallel", Group(c, t, devices).each(layers * (passes.forward + passes.backward) * own * c)
     if parallel.pipeline > 1:
         # Of two stages one sends on and one sends back; else those between do both.
         both = parallel.pipeline > 2 or parallel.virtual > 1
@@ -184,7 +184,7 @@ def _layers(
         yield "pipeline", (0, round(hop)) if crosses else (round(hop), 0)
 
 
-def _gradients(role: Role, parallel: ParallelConfig, devices: int) -> Iterator[tuple[str, _Group, int]]:
+def _gradients(role: Role, parallel: ParallelConfig, devices: int) -> Iterator[tuple[str, Group, int]]:
     """The bytes that go round in a ring after an update, of the stage that has most."""
     learning = role.states.learning
     assert learning is not None
@@ -201,15 +201,15 @@ def _gradients(role: Role, parallel: ParallelConfig, devices: int) -> Iterator[t
         expert = max(stage.of_experts for stage in stages)
     a_number = grad + size if learning.sharded(ranks) else 2 * grad
     if ranks > 1:
-        yield "data parallel", _Group(ranks, parallel.tensor, devices), dense * a_number
+        yield "data parallel", Group(ranks, parallel.tensor, devices), dense * a_number
     if expert and experts_ranks > 1:
-        group = _Group(experts_ranks, expert_tensor * parallel.expert, devices)
+        group = Group(experts_ranks, expert_tensor * parallel.expert, devices)
         yield "data parallel, experts", group, expert * a_number
     if role.model.tied and parallel.pipeline > 1:
         table = prod((role.model.padded_vocab_size(parallel.tensor) // parallel.tensor, role.model.dims.hidden))
         yield (
             "tied embedding",
-            _Group(2, parallel.ranks - parallel.ranks // parallel.pipeline, devices),
+            Group(2, parallel.ranks - parallel.ranks // parallel.pipeline, devices),
             2 * table * grad,
         )
 
@@ -218,10 +218,10 @@ def _first_of_stages(parallel: ParallelConfig) -> range:
     return range(0, parallel.ranks, parallel.ranks // parallel.pipeline)
 
 
-def _weights(memory: Memory) -> Iterator[Traffic]:
+def _weights(plan: Plan) -> Iterator[Traffic]:
     """The checkpoint, once a step, in the engines' dtype: each rank sends or writes its part, and every engine gets it all."""
-    cfg, hardware = memory.config, memory.hardware
-    model = memory.surveyed.models["actor"]
+    cfg, hardware = plan.config, plan.hardware
+    model = plan.surveyed.models["actor"]
     size = SIZES[cfg.rollout.dtype or cfg.model.dtype]
     whole = sum(map(prod, model.hf_shapes.values())) * size
     ranks, each = cfg.actor.parallel.ranks, int(cfg.rollout.engine.get("tp_size", 1))
@@ -234,4 +234,4 @@ def _weights(memory: Memory) -> Iterator[Traffic]:
         return
     link = "host" if cfg.reshard.transport == "colocated" else "between"
     yield Traffic("actor", "actor", "weights, written", **{link: round(whole / ranks)})
-    yield Traffic("actor", "engine", "weights, read", **{link: memory.engine.weights})
+    yield Traffic("actor", "engine", "weights, read", **{link: plan.engine.weights})

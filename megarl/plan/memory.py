@@ -81,6 +81,7 @@ class Role:
 
     @property
     def experts_a_token(self) -> int:
+        """How many experts of a layer a token goes to."""
         return self._estimates[True].experts_a_token
 
     def activations(self, stage: int, *, learns: bool) -> int:
@@ -122,8 +123,8 @@ def micro_batches(cfg: Config, role: str, parallel: ParallelConfig, hardware: Ha
     return micro, -(-samples // (groups * together))
 
 
-class Memory:
-    """Of a whole run on some hardware."""
+class Plan:
+    """A configuration on some hardware: what its ranks and engines hold."""
 
     def __init__(self, surveyed: Surveyed, hardware: Hardware):
         self.surveyed, self.hardware, self.config = surveyed, hardware, surveyed.config
@@ -146,9 +147,6 @@ class Memory:
     def loads(self) -> list[Load]:
         """Of every rank of every pool in every phase."""
         return [load for pool in self.pools for load in self._of_pool(pool)]
-
-    def of_rank(self, pool: str, rank: int) -> list[Load]:
-        return [load for load in self.loads if (load.pool, load.rank) == (pool, rank)]
 
     def _of_pool(self, pool: str) -> Iterator[Load]:
         parallel = self.config.layouts[pool]

@@ -10,7 +10,7 @@ from typing import Any
 from megarl.bridge.grid import seat
 from megarl.plan.hardware import GIB
 from megarl.plan.links import LINKS, Traffic, compute_seconds
-from megarl.plan.memory import PHASES, Load, Memory
+from megarl.plan.memory import PHASES, Load, Plan
 from megarl.plan.verdict import Verdict
 
 _STATES = ("parameters", "gradients", "optimizer")
@@ -22,43 +22,43 @@ _COLUMNS = {
 }
 
 
-def shown(memory: Memory, sent: Sequence[Traffic], verdict: Verdict) -> str:
+def shown(plan: Plan, sent: Sequence[Traffic], verdict: Verdict) -> str:
     """The whole plan."""
-    blocks = ["\n".join(_head(memory)), _roles(memory), *(_phases(memory, pool) for pool in memory.pools)]
-    blocks += [_beside(memory), _links(memory, sent)]
-    last = [*(f"not yet: {text}" for text in memory.surveyed.cautions), verdict.sentence]
+    blocks = ["\n".join(_head(plan)), _roles(plan), *(_phases(plan, pool) for pool in plan.pools)]
+    blocks += [_beside(plan), _links(plan, sent)]
+    last = [*(f"not yet: {text}" for text in plan.surveyed.cautions), verdict.sentence]
     return "\n\n".join([*blocks, "\n".join(last)])
 
 
-def as_json(memory: Memory, sent: Sequence[Traffic], verdict: Verdict) -> dict[str, Any]:
+def as_json(plan: Plan, sent: Sequence[Traffic], verdict: Verdict) -> dict[str, Any]:
     """Bytes, of every rank in every phase."""
     return {
-        "hardware": asdict(memory.hardware) | {"nodes": memory.surveyed.nodes},
+        "hardware": asdict(plan.hardware) | {"nodes": plan.surveyed.nodes},
         "fits": verdict.fits,
         "verdict": verdict.sentence,
         "change": verdict.change,
-        "cautions": memory.surveyed.cautions,
-        "engine": asdict(memory.engine),
-        "node": {phase: memory.node(phase) for phase in PHASES},
-        "ranks": [asdict(load) | {"total": load.total} for load in memory.loads],
-        "links": [asdict(one) | {"seconds": one.seconds(memory.hardware)} for one in sent],
-        "compute_seconds": compute_seconds(memory),
+        "cautions": plan.surveyed.cautions,
+        "engine": asdict(plan.engine),
+        "node": {phase: plan.node(phase) for phase in PHASES},
+        "ranks": [asdict(load) | {"total": load.total} for load in plan.loads],
+        "links": [asdict(one) | {"seconds": one.seconds(plan.hardware)} for one in sent],
+        "compute_seconds": compute_seconds(plan),
     }
 
 
-def _head(memory: Memory) -> Iterator[str]:
-    cfg, hardware, model = memory.config, memory.hardware, memory.surveyed.models["actor"]
-    nodes, r = memory.surveyed.nodes, cfg.rollout
+def _head(plan: Plan) -> Iterator[str]:
+    cfg, hardware, model = plan.config, plan.hardware, plan.surveyed.models["actor"]
+    nodes, r = plan.surveyed.nodes, cfg.rollout
     what = f"{hardware.devices} GPUs of" if hardware.gpu else f"{hardware.devices} cores and"
     yield f"{f'{nodes} x ' if nodes > 1 else ''}{hardware.name}: {what} {hardware.memory_gib:.4g} GiB"
     yield f"{model.family}, {sum(map(prod, model.hf_shapes.values())) / 1e9:.4g} billion parameters, {cfg.model.dtype}"
     for pool, layout in cfg.layouts.items():
-        role = next(iter(memory.pools[pool].values()))
+        role = next(iter(plan.pools[pool].values()))
         experts = f", expert {layout.expert}" if layout.expert > 1 else ""
         yield f"{pool}: {_count(layout.ranks, 'rank')}: {role.layout}{experts}, data {layout.data}"
     size = int(r.engine.get("tp_size", 1))
     yield f"rollout: {_count(r.engines, 'engine')} of {_count(size, 'rank')}"
-    actor = memory.pools["actor"]["actor"]
+    actor = plan.pools["actor"]["actor"]
     yield (
         f"a step: {cfg.data.prompts_per_step * r.n} samples of at most {cfg.data.max_prompt_tokens}+{r.max_new_tokens} tokens; "
         f"a rank has {_count(actor.micro_batches, 'micro-batch', 'es')} of {actor.micro.tokens} tokens in each of "
@@ -70,18 +70,18 @@ def _count(number: int, what: str, plural: str = "s") -> str:
     return f"{number} {what}{'' if number == 1 else plural}"
 
 
-def _unit(memory: Memory) -> tuple[int, str]:
+def _unit(plan: Plan) -> tuple[int, str]:
     """Small models are told in MiB."""
-    return (GIB, "GiB") if max(load.total for load in memory.loads) >= GIB else (1 << 20, "MiB")
+    return (GIB, "GiB") if max(load.total for load in plan.loads) >= GIB else (1 << 20, "MiB")
 
 
-def told(memory: Memory, pool: str) -> dict[int, str]:
+def ranks_told(plan: Plan, pool: str) -> dict[int, str]:
     """The fullest ranks of the first and of the last stage and of all, and what to call each."""
     peaks: dict[int, int] = {}
-    for load in memory.loads:
+    for load in plan.loads:
         if load.pool == pool:
             peaks[load.rank] = max(peaks.get(load.rank, 0), load.total)
-    parallel = memory.config.layouts[pool]
+    parallel = plan.config.layouts[pool]
     if parallel.ranks == 1:
         return {0: "0"}
 
@@ -96,14 +96,14 @@ def told(memory: Memory, pool: str) -> dict[int, str]:
     return {rank: f"{rank} ({', '.join(names[rank])})" for rank in sorted(names)}
 
 
-def _roles(memory: Memory) -> str:
+def _roles(plan: Plan) -> str:
     """What the roles hold on these ranks while nothing of them is away."""
-    unit, name = _unit(memory)
+    unit, name = _unit(plan)
     rows = []
-    for pool, roles in memory.pools.items():
+    for pool, roles in plan.pools.items():
         for role in roles.values():
-            for rank, label in told(memory, pool).items():
-                place = seat(rank, memory.config.layouts[pool])
+            for rank, label in ranks_told(plan, pool).items():
+                place = seat(rank, plan.config.layouts[pool])
                 held, stage = role.states(place), role.states.stage(place)
                 numbers = [f"{value / unit:.2f}" for value in (*held[:3], held.total)]
                 rows.append([role.name, label, f"{stage.elements / 1e6:,.1f} M", *numbers, " ".join(role.leaves)])
@@ -111,12 +111,12 @@ def _roles(memory: Memory) -> str:
     return table(titles if any(row[-1] for row in rows) else titles[:-1], rows)
 
 
-def _phases(memory: Memory, pool: str) -> str:
+def _phases(plan: Plan, pool: str) -> str:
     """Phase by phase, on the same ranks."""
-    unit, name = _unit(memory)
-    columns = {c: title for c, title in _COLUMNS.items() if any(getattr(load, c) for load in memory.loads)}
-    labels = told(memory, pool)
-    loads = [load for load in memory.loads if load.pool == pool and load.rank in labels]
+    unit, name = _unit(plan)
+    columns = {c: title for c, title in _COLUMNS.items() if any(getattr(load, c) for load in plan.loads)}
+    labels = ranks_told(plan, pool)
+    loads = [load for load in plan.loads if load.pool == pool and load.rank in labels]
     loads.sort(key=lambda load: (PHASES.index(load.phase), load.rank))
     host = any(load.host for load in loads)
     rows = [_row(load, labels[load.rank], columns, unit, host) for load in loads]
@@ -136,9 +136,9 @@ def _row(load: Load, label: str, columns: dict[str, str], unit: int, host: bool)
     return [load.phase, label, load.works, *(f"{cell / unit:.2f}" for cell in cells)]
 
 
-def _beside(memory: Memory) -> str:
+def _beside(plan: Plan) -> str:
     """The engine's cache, and the memory of a node."""
-    hardware, engine = memory.hardware, memory.engine
+    hardware, engine = plan.hardware, plan.engine
     unit = GIB if engine.weights >= GIB else 1 << 20
     name = "GiB" if unit == GIB else "MiB"
     sizes = f"weights {engine.weights / unit:.2f} {name}, KV cache {engine.cache / unit:.2f} {name}"
@@ -146,29 +146,29 @@ def _beside(memory: Memory) -> str:
     lines = [f"a rank of an engine: {sizes} for {wanted}"]
     if hardware.gpu:
         room = f"of {hardware.host_memory_gib:.0f} GiB"
-        lines.append(f"memory of a node beside its GPUs: {_most(memory)} {room}")
+        lines.append(f"memory of a node beside its GPUs: {_most(plan)} {room}")
     else:
         room = f"of {hardware.memory_gib:.1f} GiB, {hardware.reserved_gib:g} of them left to the system"
-        phases = ", ".join(f"{phase} {memory.node(phase) / GIB:.2f}" for phase in PHASES)
+        phases = ", ".join(f"{phase} {plan.node(phase) / GIB:.2f}" for phase in PHASES)
         lines.append(f"memory of a node, ranks, engines, libraries and Ray together, GiB: {phases}; {room}")
     return "\n".join(lines)
 
 
-def _most(memory: Memory) -> str:
-    return f"{max(map(memory.node, PHASES)) / GIB:.1f}"
+def _most(plan: Plan) -> str:
+    return f"{max(map(plan.node, PHASES)) / GIB:.1f}"
 
 
-def _links(memory: Memory, sent: Sequence[Traffic]) -> str:
+def _links(plan: Plan, sent: Sequence[Traffic]) -> str:
     """What is sent in a step, by the rank that sends most of it."""
     rows = []
     for one in sent:
         cells = [f"{getattr(one, link) / 1e9:.3f}" if getattr(one, link) else "" for link in LINKS]
-        seconds = one.seconds(memory.hardware)
+        seconds = one.seconds(plan.hardware)
         rows.append(
             [one.what, one.role if one.pool == "actor" else f"{one.role} (own ranks)", *cells, f"{seconds:.3g}"]
         )
     titles = ["sent in a step, GB a rank", "by", "inside a node", "between nodes", "to and from memory", "at least, s"]
-    time = f"computing of passes and updates: at least {compute_seconds(memory):.3g} s a step at full speed"
+    time = f"computing of passes and updates: at least {compute_seconds(plan):.3g} s a step at full speed"
     return f"{table(titles, rows)}\n{time}" if rows else time
 
 

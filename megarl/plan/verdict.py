@@ -10,8 +10,9 @@ from typing import Any
 from megarl import config
 from megarl.config import Config
 from megarl.controller import role_checks
+from megarl.controller.survey import gpus
 from megarl.plan.hardware import GIB, Hardware
-from megarl.plan.memory import PHASES, Memory
+from megarl.plan.memory import PHASES, Plan
 
 Change = Mapping[str, Any]  # dotted settings and their values
 
@@ -33,29 +34,32 @@ class _Over:
     where: str
 
 
-def verdict(memory: Memory) -> Verdict:
+def verdict(plan: Plan) -> Verdict:
     """One sentence."""
-    over = _fullest(memory)
+    over = _fullest(plan)
     if over.needed <= over.room:
         return Verdict(True, f"fits: {over.where} needs {_gib(over.needed)} of {_gib(over.room)} GiB at most", {})
     head = f"does not fit: {over.where} needs {_gib(over.needed)} GiB, and there are {_gib(over.room)}"
-    change = _mending(memory)
+    change = _mending(plan)
     if not change:
-        return Verdict(False, f"{head}; no setting alone mends it: take more machines, or a smaller model", {})
+        return Verdict(
+            False, f"{head}; no change of settings that was tried mends it: take more machines, or a smaller model", {}
+        )
     return Verdict(False, f"{head}; {' '.join(f'{key}={value}' for key, value in change.items())} would fit", change)
 
 
-def _fullest(memory: Memory) -> _Over:
+def _fullest(plan: Plan) -> _Over:
     """The fullest device or node, by the share of its room."""
-    hardware = memory.hardware
+    hardware = plan.hardware
     found = []
     if hardware.gpu:
-        load = max(memory.loads, key=lambda one: one.total)
+        load = max(plan.loads, key=lambda one: one.total)
         found.append(_Over(load.total, hardware.usable, load.phase, f"{load.pool} rank {load.rank} in {load.phase}"))
+    # Beside GPUs a tenth of a node's memory is left to the system and to processes' libraries.
     room = round(hardware.host_memory_gib * GIB * 0.9) if hardware.gpu else hardware.usable
-    phase = max(PHASES, key=memory.node)
+    phase = max(PHASES, key=plan.node)
     what = "the memory of a node beside its GPUs" if hardware.gpu else "all that runs on a node"
-    found.append(_Over(memory.node(phase), room, phase, f"{what} in {phase}"))
+    found.append(_Over(plan.node(phase), room, phase, f"{what} in {phase}"))
     return max(found, key=lambda over: over.needed / over.room)
 
 
@@ -63,35 +67,35 @@ def _gib(size: int) -> str:
     return f"{size / GIB:.1f}" if size >= GIB else f"{size / GIB:.3f}"
 
 
-def _fits(memory: Memory) -> bool:
-    over = _fullest(memory)
+def _fits(plan: Plan) -> bool:
+    over = _fullest(plan)
     return over.needed <= over.room
 
 
-def _mending(memory: Memory) -> dict[str, Any]:
+def _mending(plan: Plan) -> dict[str, Any]:
     """The mildest single change that is enough; else the mildest first ones together, without those that are not needed."""
     taken: dict[str, Any] = {}
-    computes = _fullest(memory).phase in ("log-probs", "update")
-    smaller, others = list(_less_activations(memory.config)), list(_less_beside(memory.config, memory.hardware))
+    computes = _fullest(plan).phase in ("log-probs", "update")
+    smaller, others = list(_less_activations(plan.config)), list(_less_beside(plan.config, plan.hardware))
     changes = smaller + others if computes else others + smaller
     for change in changes:
-        if (after := _after(memory, change)) is not None and _fits(after):
+        if (after := _after(plan, change)) is not None and _fits(after):
             return dict(change)
     for change in changes:
-        if _after(memory, {**taken, **change}) is None:
+        if _after(plan, {**taken, **change}) is None:
             continue
         taken |= change
-        if _fits(_sure(memory, taken)):
+        if _fits(_sure(plan, taken)):
             for key in list(taken):
                 less = {name: value for name, value in taken.items() if name != key}
-                if (after := _after(memory, less)) is not None and _fits(after):
+                if (after := _after(plan, less)) is not None and _fits(after):
                     taken = less
             return taken
     return {}
 
 
-def _sure(memory: Memory, change: Change) -> Memory:
-    after = _after(memory, change)
+def _sure(plan: Plan, change: Change) -> Plan:
+    after = _after(plan, change)
     assert after is not None
     return after
 
@@ -124,6 +128,7 @@ def _less_beside(cfg: Config, hardware: Hardware) -> Iterator[Change]:
     sequence = {"actor.parallel.sequence": True}
     for factor in (2, 4, 8):
         more = {"actor.parallel.ranks": factor * p.ranks}
+        more |= {"cluster.nodes": factor * cfg.cluster.nodes} if cfg.cluster.nodes else {}
         yield more
         yield {"actor.parallel.tensor": factor * p.tensor, **sequence, **({} if p.data % factor == 0 else more)}
 
@@ -141,9 +146,9 @@ def _moved(cfg: Config) -> Iterator[Change]:
                 yield {f"{role}.offload": kind}
 
 
-def _after(memory: Memory, change: Change) -> Memory | None:
+def _after(plan: Plan, change: Change) -> Plan | None:
     """The memory of the run with other settings; None: they cannot be."""
-    cfg = deepcopy(memory.config)
+    cfg = deepcopy(plan.config)
     for key, value in change.items():
         *path, name = key.split(".")
         section: Any = cfg
@@ -153,13 +158,13 @@ def _after(memory: Memory, change: Change) -> Memory | None:
             section[name] = value
         else:
             setattr(section, name, value)
-    model = memory.surveyed.models["actor"]
+    model = plan.surveyed.models["actor"]
     if config.problems(cfg) or list(role_checks.layout_problems("actor.parallel", cfg.actor.parallel, model)):
         return None
-    hardware, nodes = memory.hardware, memory.surveyed.nodes
-    if hardware.gpu:
-        engines = cfg.rollout.engines * int(cfg.rollout.engine.get("tp_size", 1))
-        wanted = max(sum(layout.ranks for layout in cfg.layouts.values()), engines)
-        if wanted > nodes * hardware.devices and cfg.cluster.nodes is not None:
+    nodes = cfg.cluster.nodes or plan.surveyed.nodes
+    if plan.hardware.gpu:
+        wanted = gpus(cfg)
+        nodes = cfg.cluster.nodes or -(-wanted // plan.hardware.devices)
+        if wanted > nodes * plan.hardware.devices:
             return None
-    return Memory(replace(memory.surveyed, config=cfg), hardware)
+    return Plan(replace(plan.surveyed, config=cfg, nodes=nodes), plan.hardware)

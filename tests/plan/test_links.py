@@ -9,8 +9,8 @@ import pytest
 from megarl.config import read
 from megarl.controller.survey import Machines, survey
 from megarl.plan import hardware
-from megarl.plan.links import traffic
-from megarl.plan.memory import Memory
+from megarl.plan.links import Group, traffic
+from megarl.plan.memory import Plan
 from tests.distributed import run_ranks
 from tests.megatron.memory_jobs import Case as Samples
 from tests.plan.link_jobs import Case, sent
@@ -35,15 +35,32 @@ CASES = {
 }
 
 
-def memory(model: str, layout: str, more: tuple[str, ...]) -> Memory:
+def planned(model: str, layout: str, more: tuple[str, ...]) -> Plan:
     overrides = [*COMMON, f"model.path=tiny-{model}", f"actor.parallel={layout}", *more]
     reading = read(ROOT / "configs/base/laptop.yaml", overrides)
-    return Memory(survey(reading, Machines(False, 2, "laptop")), hardware.find("laptop"))
+    return Plan(survey(reading, Machines(False, 2, "laptop")), hardware.find("laptop"))
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "ring", "each"),
+    [
+        (8, 1, (700, 0), (700, 0)),  # a node
+        (4, 8, (0, 600), (0, 600)),  # a rank of each of four nodes
+        (16, 1, (656, 94), (350, 400)),  # two nodes: every eighth hop leaves one, half of all others are in the other
+        (4, 4, (300, 300), (200, 400)),  # two ranks of each of two nodes
+        (1, 1, (0, 0), (0, 0)),
+    ],
+)
+def test_what_leaves_a_node_of_eight(size: int, stride: int, ring: tuple[int, int], each: tuple[int, int]) -> None:
+    group = Group(size, stride, 8)
+    whole = 800 if size > 1 else 0
+    assert group.ring(whole) == pytest.approx(ring, abs=1)
+    assert group.each(whole) == pytest.approx(each, abs=1)
 
 
 @pytest.mark.slow
 def test_each_kind_of_parallelism_sends_what_is_counted() -> None:
-    plans = {name: memory(*case) for name, case in CASES.items()}
+    plans = {name: planned(*case) for name, case in CASES.items()}
     found = run_ranks(2, sent, [Case(plan.config, SAMPLES) for plan in plans.values()])
     wrong = []
     for at, (name, plan) in enumerate(plans.items()):

@@ -61,11 +61,10 @@ def test_roles_and_pools_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFi
     assert works["critic", "update"] == "critic" and works["actor", "update"] == "actor"
     assert works["critic", "sync"] == "" and works["actor", "rollout"] == ""
     loads = {load["phase"]: load for load in facts["ranks"] if load["pool"] == "actor" and load["rank"] == 0}
-    assert loads["rollout"]["host"] > 0  # the reference is away
-    assert (
-        loads["rollout"]["parameters"] < loads["log-probs"]["parameters"] or loads["log-probs"]["works"] != "reference"
-    )
     assert "critic's ranks" in capsys.readouterr().out
+    _, facts = plan(tmp_path, "configs/recipes/ppo.yaml", "--hardware", "h100", *own[:2])
+    there = next(load for load in facts["ranks"] if load["pool"] == "actor" and load["phase"] == "rollout")
+    assert loads["rollout"]["host"] == there["parameters"] - loads["rollout"]["parameters"] > 0 == there["host"]
 
 
 @pytest.mark.parametrize(
@@ -117,7 +116,7 @@ LARGE = ("actor.micro_batch_tokens=262144", "data.prompts_per_step=128")
 @pytest.mark.parametrize(
     ("like", "memory", "overrides", "named"),
     [
-        ("laptop", 2.5, LARGE, "actor.micro_batch_tokens"),
+        ("laptop", 3.2, LARGE, "actor.micro_batch_tokens"),
         ("h100", 0.05, LARGE, "actor.micro_batch_tokens"),
         ("h100", 0.0095, (), "actor.recompute"),  # and more beside it
     ],
