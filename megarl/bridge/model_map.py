@@ -339,10 +339,15 @@ class ModelMap:
                 )
             if tp > 1 and sequence is False:
                 problems.append(
-                    f"tensor parallelism {tp} of a model with experts needs sequence parallelism: turn it on."
+                    f"tensor parallelism {tp} of a model with experts needs sequence parallelism; set sequence=true."
                 )
-        elif ep != 1:
-            problems.append(f"expert parallelism {ep} needs a model with experts, which this is not; use 1.")
+        else:
+            sizes = {"expert": ep, "expert tensor": expert_tp or 1}
+            problems += [
+                f"{kind} parallelism {size} needs a model with experts, which this is not; use 1."
+                for kind, size in sizes.items()
+                if size != 1
+            ]
         return [problem for problem in problems if problem]
 
     def prove(self, tp_size: int, expert_tp: int = 1) -> None:

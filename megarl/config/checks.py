@@ -5,11 +5,12 @@ What needs the model, the data or the registries is checked in `megarl.controlle
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megarl.config.loading import keys
 from megarl.config.paths import path_fault
@@ -315,6 +316,29 @@ def _training(cfg: Config) -> Iterator[str]:
                 f"{role}.optimizer.min_lr={optimizer.min_lr} is above {role}.optimizer.lr={optimizer.lr}; "
                 f"set {role}.optimizer.min_lr={optimizer.lr} or less"
             )
+        for pattern, factor in optimizer.lr_multipliers.items():
+            if not 0 <= factor < float("inf"):
+                yield f"{role}.optimizer.lr_multipliers has {factor} for {pattern}; a rate is multiplied by a number from 0 on"
+        yield from _of_another(f"{role}.optimizer", optimizer, "schedule", {"wsd"}, ("wsd_decay_steps", "wsd_decay"))
+        yield from _of_another(f"{role}.optimizer", optimizer, "schedule", {"linear", "cosine", "wsd"}, ("min_lr",))
+    off = {"delayed", "tensorwise", "blockwise", "mxfp8"}
+    names = ("fp8_format", "fp8_backend", "fp8_params", "first_layers_bf16", "last_layers_bf16")
+    yield from _of_another("actor.precision", cfg.actor.precision, "fp8", off, names)
+    history = ("fp8_margin", "fp8_history", "fp8_history_use")
+    yield from _of_another("actor.precision", cfg.actor.precision, "fp8", {"delayed"}, history)
+
+
+def _of_another(where: str, section: Any, key: str, values: set[str], names: Iterable[str]) -> Iterator[str]:
+    """Settings that were changed and mean something with other values of `key` only."""
+    if getattr(section, key) in values:
+        return
+    for field in dataclasses.fields(section):
+        if field.name in names and getattr(section, field.name) != field.default:
+            now, shown = getattr(section, field.name), getattr(section, key)
+            yield (
+                f"{where}.{field.name}={now} means nothing with {key}={'null' if shown is None else shown}; leave it out, or set "
+                f"{where}.{key} to {' or '.join(sorted(values))}"
+            )
 
 
 def _roles(cfg: Config) -> Iterator[str]:
@@ -441,6 +465,8 @@ def _writable_folder(key: str, folder: Path) -> Iterator[str]:
 
 
 def _cluster(cfg: Config) -> Iterator[str]:
+    if cfg.checkpoint.asynchronous and not cfg.checkpoint.every:
+        yield "checkpoint.asynchronous=true and checkpoint.every=0 makes no checkpoints; set checkpoint.every, or leave it out"
     if cfg.run.max_restarts and not cfg.checkpoint.every:
         yield (
             f"run.max_restarts={cfg.run.max_restarts} goes on from checkpoints, and checkpoint.every=0 makes none; set "

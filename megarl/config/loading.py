@@ -113,6 +113,9 @@ def describe(hint: Any) -> str:
         return names[hint]
     if get_origin(hint) is Literal:
         return "one of " + ", ".join(get_args(hint))
+    if get_origin(hint) is list:
+        (item,) = get_args(hint)
+        return f"a list as [A, B], each {describe(item)}"
     if get_origin(hint) is dict or section_of(hint):
         return "a section of `key: value` lines"
     return " or ".join(describe(kind) for kind in get_args(hint))

@@ -94,13 +94,14 @@ def _start(ray: Any, settings: ClusterConfig, scratch: Path | None) -> None:
         if scratch is None:
             ray.init(address=settings.address, **common)
         else:
-            ray.init(
-                address="local",
-                include_dashboard=False,
-                object_store_memory=settings.object_store_mb << 20,
-                _temp_dir=str(scratch),
-                **common,
-            )
+            with _patient(settings.worker_timeout):
+                ray.init(
+                    address="local",
+                    include_dashboard=False,
+                    object_store_memory=settings.object_store_mb << 20,
+                    _temp_dir=str(scratch),
+                    **common,
+                )
     except Exception as error:
         where = f"at {settings.address}" if scratch is None else "on this machine"
         port = f" (is port {settings.port} free?)" if scratch is not None and settings.port else ""
@@ -110,6 +111,30 @@ def _start(ray: Any, settings: ClusterConfig, scratch: Path | None) -> None:
         raise RunError(
             f"Ray could not be {'joined' if scratch is None else 'started'} {where}{port}: {first}"
         ) from error
+
+
+@contextmanager
+def _patient(seconds: float) -> Iterator[None]:
+    """Ray gives a node that it starts half a minute to be known, which a busy machine may not keep, and has no setting for it."""
+    from ray._private import services
+
+    ask = services.get_node
+    end = time.monotonic() + seconds
+
+    def wait_for_node(*of: Any) -> Any:
+        while True:
+            try:
+                return ask(*of)
+            except RuntimeError:
+                if time.monotonic() > end:
+                    raise
+            time.sleep(0.2)
+
+    services.get_node = wait_for_node
+    try:
+        yield
+    finally:
+        services.get_node = ask
 
 
 def _wait_for_nodes(ray: Any, settings: ClusterConfig) -> None:

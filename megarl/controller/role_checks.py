@@ -183,6 +183,8 @@ def layout_problems(where: str, layout: ParallelConfig, model: ModelMap) -> Iter
     ):
         key = problem.split(" parallelism")[0].replace(" ", "_")
         value = getattr(layout, key) or layout.tensor  # expert_tensor: as tensor
+        if key == "pipeline":
+            problem = f"{problem.rstrip('.')}, or say with {where}.stage_layers how many layers each stage has"
         yield f"{where}.{key}={value}: {problem}"
     from megarl.megatron import limits
 
@@ -239,7 +241,13 @@ def estimator_needs(cfg: Config, estimator: Callable[..., object]) -> Iterator[s
 
 
 def notes(cfg: Config) -> list[str]:
-    """What is as it was asked for, and yet without effect on this machine."""
+    """What is as it was asked for, and yet may surprise: what has no effect on this machine, and who does not learn yet."""
+    warmup = cfg.critic.warmup_steps if cfg.critic else 0
+    waits = [f"critic.warmup_steps={warmup}: until step {warmup} only the critic learns"] if warmup else []
+    return waits + _without_effect(cfg)
+
+
+def _without_effect(cfg: Config) -> list[str]:
     import torch
 
     sections = {"actor": cfg.actor, "critic": cfg.critic, "reference": cfg.reference, "reward_model": cfg.reward_model}

@@ -55,6 +55,8 @@ def run(cfg: Config, prepared: Prepared) -> int:
                     _run(cfg, prepared, observer, stack, signals)
                     break
                 except RunError as error:
+                    if signals.asked:  # to end, which it has
+                        raise KeyboardInterrupt from error
                     newest = _newest(observer.folder.path)
                     if newest is None or restarts == cfg.run.max_restarts:
                         raise
@@ -93,8 +95,11 @@ def _run(cfg: Config, prepared: Prepared, observer: Observer, stack: ExitStack, 
         observer.note(note)
     places: list[tuple[str, Path | str]] = []
     with observer.stage("start Ray"):
-        stack.enter_context(cluster(cfg.cluster, observer.folder.path / "logs"))
-        signals.listen()  # Ray puts a handler of its own for SIGTERM, which ends in a crash report
+        try:
+            stack.enter_context(cluster(cfg.cluster, observer.folder.path / "logs"))
+            signals.listen()
+        except SystemExit as error:  # what Ray's own handler makes of SIGTERM, which was in place until then
+            raise KeyboardInterrupt from error
     trainer, evaluation, saving = _build(cfg, prepared, observer, stack)
     _loop(cfg, trainer, evaluation, saving, observer, signals)
     if cfg.export.hf:
@@ -169,6 +174,7 @@ def _build(cfg: Config, prepared: Prepared, observer: Observer, stack: ExitStack
         stage=observer.stage,
     )
     saving = Saving(cfg, trainer, groups, observer)
+    trainer.while_idle = saving.look
     if prepared.resume is not None:
         with observer.stage("read the checkpoint"):
             saving.restore(prepared.resume)
@@ -226,7 +232,6 @@ def _loop(
             for note in trainer.skipped(number, metrics):
                 observer.note(note)
         evaluate(number)
-        saving.look()
         if signals.asked or saving.due(number):
             saving.save(number)
         if signals.asked:

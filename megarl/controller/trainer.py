@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,11 +42,14 @@ class Trainer:
     sync: WeightSync
     stage: Stages
     metrics: StepMetrics = field(default_factory=StepMetrics)
+    while_idle: Callable[[], None] = lambda: None  # called when the ranks have nothing to do, before and after sampling
 
     def step(self, number: int) -> tuple[Batch, Mapping[str, float]]:
         """prompts → rollout → reward → log-probs, values → advantages → updates → reshard; the samples, and the step's metrics."""
+        self.while_idle()
         with self.stage("rollout"):
             batch = self.rollout.collect(self.prompts.take(self.prompts_per_step), number)
+        self.while_idle()
         with self.stage("score"):
             batch = self.reward_model.add(batch.union(self.rewards.score(batch), self.baseline.scores(batch)))
         with self.stage("log_probs"):

@@ -15,7 +15,7 @@ import copy
 import math
 import os
 import shutil
-import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -42,6 +42,7 @@ from megarl.megatron.model import unwrap
 from megarl.megatron.optimizer import Optimizer
 
 _STEP = "step"
+_STATE = "optimizer.state."  # before the state's name and the parameter's key
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Piece:
     mine: bool  # of all ranks that hold it, this one writes it
     padded: bool = False  # a vocabulary, whose length depends on the layout
     leading: int = 0  # axes that the checkpoint has in front: layers, experts
+    learns: bool = True  # whether the optimizer has states of it
 
     @property
     def sizes(self) -> Shape:
@@ -89,6 +91,8 @@ class Unfinished:
     folder: Path
     aside: Path
     common: dict[str, Any]
+    steps: int  # updates that this rank's optimizer has made, if it has anything to update
+    frozen: dict[str, int]  # by key, elements of parameters that are this rank's to write and have no optimizer state
     written: Future[
         tuple[str, list[dict[str, Any]], int]
     ]  # this rank's file: name, what the metadata needs of it, checksum
@@ -98,19 +102,21 @@ class Unfinished:
         take it."""
         rank = dist.get_rank()
         try:
-            files = _everyones(self.written.result, self.folder)
+            files = _everyones(lambda: (*self.written.result(), self.steps, self.frozen), self.folder)
             _everyones(lambda: self._complete(files) if rank == 0 else None, self.folder)
         except RunError:
             if rank == 0:
                 shutil.rmtree(self.aside, ignore_errors=True)  # the disk may be full
             raise
 
-    def _complete(self, files: Sequence[tuple[str, list[dict[str, Any]], int]]) -> None:
-        records = [record for _, of_file, _ in files for record in of_file]
-        _demand_whole(records)
+    def _complete(self, files: Sequence[tuple[str, list[dict[str, Any]], int, int, dict[str, int]]]) -> None:
+        records = [record for _, of_file, *_ in files for record in of_file]
+        _demand_whole(records, sum((Counter(frozen) for *_, frozen in files), Counter()))
+        if "optimizer" in self.common:
+            self.common["optimizer"][_STEP] = max(steps for *_, steps, _ in files)
         write_metadata(self.aside, records)
         write_common(self.aside, self.common)
-        sums = {name: found for name, _, found in files}
+        sums = {name: found for name, _, found, *_ in files}
         write_checksums(self.aside, sums | {name: checksum(self.aside / name) for name in (METADATA, COMMON)})
         self.aside.rename(self.folder)
 
@@ -147,7 +153,11 @@ def begin(
     mine = aside / f"__{rank}_0.distcp"
     entries = _entries(chunks)
     pieces = [piece for entry in entries for piece in _pieces(entry)]
+    frozen = Counter[str]()
     if optimizer is not None:
+        for piece in pieces:
+            if piece.mine and not piece.learns:
+                frozen[piece.key] += piece.data.numel()
         pieces += _state_pieces(optimizer, entries)
     pieces = [piece for piece in pieces if piece.mine]
     objects = {
@@ -157,10 +167,17 @@ def begin(
     }
     if copies is not None:
         pieces = copies.of(pieces)
-    writer = ThreadPoolExecutor(1, "checkpoint", initializer=_give_way if copies is not None else None)
-    written = writer.submit(lambda: (mine.name, _write(mine, pieces, objects), checksum(mine)))
+
+    def write() -> tuple[str, list[dict[str, Any]], int]:
+        if copies is not None:  # of this thread: what trains comes first
+            os.setpriority(os.PRIO_PROCESS, 0, min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10))
+        return mine.name, _write(mine, pieces, objects), checksum(mine)
+
+    writer = ThreadPoolExecutor(1, "checkpoint")
+    written = writer.submit(write)
     writer.shutdown(wait=False)
-    return Unfinished(folder, aside, _common(optimizer, common or {}), written)
+    steps = max([_steps(part.optimizer) for part in _parts(optimizer)], default=0) if optimizer is not None else 0
+    return Unfinished(folder, aside, _common(optimizer, common or {}), steps, dict(frozen), written)
 
 
 def load(folder: Path, chunks: Sequence[torch.nn.Module], *, optimizer: Optimizer | None = None) -> dict[str, Any]:
@@ -211,7 +228,9 @@ def _entries(chunks: Sequence[torch.nn.Module]) -> list[Any]:
 def _pieces(entry: Any) -> list[Piece]:
     """A parameter's rectangles, in the order of its rows: one, or gate and up."""
     if isinstance(entry, ShardedTensorFactory):
-        return [piece for part in nested_values(entry.build()) for piece in _pieces(part)]
+        learns = entry.data.requires_grad  # its parts are made without gradients
+        parts = [piece for part in nested_values(entry.build()) for piece in _pieces(part)]
+        return [replace(piece, learns=learns) for piece in parts]
     if isinstance(entry, ShardedObject):
         return []
     return [
@@ -223,6 +242,7 @@ def _pieces(entry: Any) -> list[Piece]:
             is_main_replica(entry.replica_id),
             entry.allow_shape_mismatch,
             entry.prepend_axis_num,
+            entry.data.requires_grad,
         )
     ]
 
@@ -255,7 +275,7 @@ def _state_pieces(optimizer: Optimizer, entries: Iterable[Any]) -> list[Piece]:
             if main.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
                 states["fp32_param"] = main
             for name, state in states.items():
-                prefix = f"optimizer.state.{name}."
+                prefix = f"{_STATE}{name}."
                 found += _cut(pieces, state.detach(), prefix, run if run is not None else (0, parameter.numel()))
     return found
 
@@ -326,7 +346,7 @@ def _common(optimizer: Optimizer | None, common: Mapping[str, Any]) -> dict[str,
     """`checkpoint_version` and `iteration` are what Megatron-LM looks for."""
     found: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": 0, "common": dict(common)}
     if optimizer is not None:
-        found["optimizer"] = {_STEP: max([_steps(part.optimizer) for part in _parts(optimizer)], default=0)}
+        found["optimizer"] = {}  # the number of steps, which not every rank knows
         found["schedule"] = optimizer.schedule.state_dict()
     return found
 
@@ -356,11 +376,6 @@ def _restore(optimizer: Optimizer, found: Mapping[str, Any], folder: Path) -> No
 
 
 # -- disk
-
-
-def _give_way() -> None:
-    """Of a thread: what trains comes first."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
 def _write(path: Path, pieces: Iterable[Piece], objects: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -397,14 +412,16 @@ def _read(reader: DistReader, piece: Piece) -> None:
         reader.read(piece.key, tuple(region), out)
 
 
-def _demand_whole(records: Iterable[Mapping[str, Any]]) -> None:
-    """Raises ValueError unless the ranks together wrote as many elements of every tensor as it has."""
+def _demand_whole(records: Iterable[Mapping[str, Any]], frozen: Mapping[str, int]) -> None:
+    """Raises ValueError unless the ranks together wrote as many elements of every tensor as it has; of optimizer states those of
+    frozen parameters are missing, of which there are so many by the parameter's key."""
     left: dict[str, int] = {}
     for record in records:
         if "shape" in record:
             left.setdefault(record["key"], math.prod(record["shape"]))
             left[record["key"]] -= math.prod(record["sizes"])
-    if wrong := [key for key, count in left.items() if count]:
+    of_parameter = {key: key.removeprefix(_STATE).partition(".")[2] for key in left if key.startswith(_STATE)}
+    if wrong := [key for key, count in left.items() if count != frozen.get(of_parameter.get(key, ""), 0)]:
         raise ValueError(f"no rank, or more than one, wrote all of {wrong[:3]}")
 
 

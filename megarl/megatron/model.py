@@ -174,7 +174,7 @@ def transformer_config(
             "moe_z_loss_coeff": z_loss or None,
         }
         if place.tensor_size > 1 and not sequence:
-            raise UserError("tensor parallelism of a model with experts needs sequence parallelism: turn it on.")
+            raise UserError("tensor parallelism of a model with experts needs sequence parallelism; set sequence=true.")
     kind = LatentPolicyConfig if model_map.is_latent else PolicyConfig
     config = kind(
         **fields,

@@ -155,7 +155,7 @@ def problems(
             f"{where}.fp8={settings.fp8} needs sizes that divide by {multiple}, and a rank has {size} {name}; "
             f"set {where}.fp8=null, or another tensor-parallel size"
             for name, size in (widths or {}).items()
-            if size % multiple
+            if machine.cuda and size % multiple
         ]
     return found
 
@@ -202,10 +202,10 @@ def _layers(settings: PrecisionSettings, layers: int, pipeline: int, where: str)
 
 def _machine(settings: PrecisionSettings, machine: Machine, where: str):
     _, _, version, capability, _ = _RECIPES[str(settings.fp8)]
-    way_out = f"set {where}.fp8=null, or fp8_backend=emulate to study its numerics here"
+    way_out = f"set {where}.fp8=null, or {where}.fp8_backend=emulate to study its numerics here"
     head = f"{where}.fp8={settings.fp8}"
     if settings.dtype != "bfloat16":
-        yield f"{head} computes float8 products on top of bfloat16, not {settings.dtype}; set dtype=bfloat16"
+        yield f"{head} computes float8 products on top of bfloat16, not {settings.dtype}; set model.dtype=bfloat16"
     if not machine.cuda:
         yield f"{head} needs an NVIDIA GPU and Transformer Engine, and this machine has no CUDA; {way_out}"
     elif machine.transformer_engine is None:

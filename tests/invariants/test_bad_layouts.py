@@ -103,7 +103,7 @@ CASES = {
     ),
     "tensor without sequence, of experts": Bad(
         {"ranks": "2", "tensor": "2"},
-        ("tensor parallelism 2 of a model with experts needs sequence parallelism: turn it on",),
+        ("tensor parallelism 2 of a model with experts needs sequence parallelism; set sequence=true",),
         {"sequence": "true"},
         EXPERTS,
     ),

@@ -29,6 +29,7 @@ class Job:
     start: str | None
     end: str
     dtype: str = "float32"
+    frozen: tuple[str, ...] = ()
     meanwhile: bool = False  # one more step is made while the checkpoint is being written
 
 
@@ -43,7 +44,9 @@ def _run(rank: int, world: int, job: Job) -> Any:
     from megarl.megatron.engine import MegatronEngine
 
     with joined(rank, world, job.layout, job.port) as place:
-        optimizer = schema.OptimizerConfig(**vars(OPTIMIZER) | {"distributed": job.layout.distributed})
+        optimizer = schema.OptimizerConfig(
+            **vars(OPTIMIZER) | {"distributed": job.layout.distributed, "frozen": list(job.frozen)}
+        )
         settings = engine_settings(job.layout, job.dtype)
         engine = MegatronEngine(Path(job.folder), place, settings, optimizer=optimizer, total_updates=STEPS)
         cut_otherwise(engine, job.layout)

@@ -176,4 +176,6 @@ def test_this_machine_is_asked_where_none_is_named() -> None:
     assert Machine.here().cuda == torch.cuda.is_available()
     if not torch.cuda.is_available():
         (problem,) = problems(PrecisionSettings(fp8="tensorwise"), layers=8)
-        assert "this machine has no CUDA; set actor.precision.fp8=null, or fp8_backend=emulate" in problem
+        assert (
+            "this machine has no CUDA; set actor.precision.fp8=null, or actor.precision.fp8_backend=emulate" in problem
+        )
