@@ -15,7 +15,7 @@ AdamW's two averages and, under bfloat16, master weights. torch's AdamW adds a c
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -194,7 +194,7 @@ class States:
     def stage(self, seat: Seat) -> _Stage:
         """Of the rank's pipeline stage: no shape depends on where else a rank stands."""
         if seat.pipeline not in self._stages:
-            chunks = [[p for p in chunk if p.held(seat)] for chunk in self._of_stage(seat)]
+            chunks = self.parameters(seat)
             learning = self.learning or Learning()
             sharded = learning.sharded(seat.data_size * seat.context_size)
             trained = [[p for p in chunk if not p.float32 and p.name not in learning.frozen] for chunk in chunks]
@@ -214,8 +214,9 @@ class States:
             )
         return self._stages[seat.pipeline]
 
-    def _of_stage(self, seat: Seat) -> Iterator[list[Parameter]]:
-        """Parameters by model chunk, whichever rank of the stage has them, in the order in which the model makes them."""
+    def parameters(self, seat: Seat) -> list[list[Parameter]]:
+        """That a rank holds, by model chunk, in the order in which the model makes them; the routers' biases among them."""
+        held = []
         chunks = self.layout.chunks(seat.pipeline, self.model.dims.layers)
         last = seat.pipeline == seat.pipeline_size - 1
         # The output layer is the embedding itself where both are tied and on one stage.
@@ -227,7 +228,8 @@ class States:
                 for p in self.model.parameters
                 if (ends[p.stage] and not (same and p.name == _OUTPUT) if p.layer is None else p.layer in layers)
             ]
-            yield sorted(found, key=_place_in_model)
+            held.append(sorted((p for p in found if p.held(seat)), key=_place_in_model))
+        return held
 
     def _buffered(self, trained: list[list[Parameter]], seat: Seat) -> list[tuple[Buffer, bool]]:
         # Experts lie with everything else where the same ranks share their gradients (megatron/model.py).

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from megarl import models
 from megarl.algorithms import Objective, denominators
 from megarl.bridge.activations import Estimate, Layout, MicroBatch
-from megarl.bridge.grid import seat
+from megarl.bridge.grid import Seat, seat
 from megarl.bridge.heads import Head
 from megarl.bridge.model_map import ModelMap
 from megarl.bridge.states import Learning, States
@@ -76,11 +78,14 @@ def _found(rank: int, port: int, case: Case) -> Found:
         stage_layers=tuple(cut.stage_layers) if cut.stage_layers else None,
     )
     optimizer = OptimizerConfig(distributed=case.distributed, frozen=list(case.frozen))
-    planned = _planned(case, folder, rank, place)
+    states, where = _states(case, folder, rank, place)
+    planned = {kind: getattr(states(where), kind) for kind in KINDS}
     if case.head is not None:
         engine: Any = _critic(folder, place, settings, case.head, optimizer)
     else:
         engine = MegatronEngine(folder, place, settings, optimizer=optimizer)
+    order = [p.name for p, tensor in engine.parameters() if isinstance(tensor, torch.nn.Parameter)]
+    assert order == [p.name for chunk in states.parameters(where) for p in chunk if not p.float32]
     _train(engine, samples, case.head)
     memory = Memory(engine.chunks, engine.optimizer, even_on_cpu=True)
     held, peak, activations = memory.held(), 0, 0
@@ -109,7 +114,7 @@ def _train(engine: Any, samples: Samples, head: Head | None) -> None:
     engine.train(batch.shard(engine.place.data, engine.place.data_size), Objective(), totals)
 
 
-def _planned(case: Case, folder: Any, rank: int, place: Any) -> dict[str, int]:
+def _states(case: Case, folder: Any, rank: int, place: Any) -> tuple[States, Seat]:
     from megarl.megatron import parameter_groups
 
     model = ModelMap.from_hf(folder, case.head)
@@ -122,7 +127,7 @@ def _planned(case: Case, folder: Any, rank: int, place: Any) -> dict[str, int]:
         dtype=case.dtype,
         learning=Learning(distributed=case.distributed, frozen=frozen),
     )
-    return {kind: getattr(states(where), kind) for kind in KINDS}
+    return states, where
 
 
 def _activations(case: Case, model: ModelMap, place: Any) -> int:

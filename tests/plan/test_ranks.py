@@ -15,9 +15,9 @@ DP2 = ParallelConfig(ranks=2)
 TP2 = ParallelConfig(ranks=2, tensor=2, sequence=True)
 PP2 = ParallelConfig(ranks=2, pipeline=2)
 HALF_THE_EXPERTS = Case("qwen3-moe", ParallelConfig(ranks=2, expert=2))
-# By number of ranks. Tied embeddings (qwen2, qwen3, gemma) are two parameters of two stages, and lie alone in their buffers.
+# Tied embeddings (qwen2, qwen3, gemma) are two parameters of two stages, and lie alone in their buffers.
 STATES = {
-    1: [
+    "one rank": [
         Case("llama"),
         Case("llama", dtype="float32"),
         Case("qwen2"),
@@ -27,25 +27,29 @@ STATES = {
         Case("gemma3", frozen=("model.embed_tokens.*", "model.layers.1.*")),
         Case("qwen3", head=Head(labels=1, bias=True, fresh=True)),
     ],
-    2: [
+    "two ranks": [
         Case("qwen2", DP2),
         Case("qwen2", DP2, distributed=False),
         Case("llama", DP2, dtype="float32"),
-        Case("deepseek", DP2, frozen=("model.layers.2.*",)),
         Case("mistral", ParallelConfig(ranks=2, context=2)),
         Case("qwen3", TP2),
-        Case("deepseek", TP2),
         Case("qwen3", PP2),
         Case("llama", ParallelConfig(ranks=2, pipeline=2, virtual=2)),
-        Case("gpt-oss", ParallelConfig(ranks=2, pipeline=2, stage_layers=[1, 3])),
         Case("gemma2", PP2, dtype="float32"),
+    ],
+    "two ranks, experts": [
         HALF_THE_EXPERTS,
+        Case("deepseek", DP2, frozen=("model.layers.2.*",)),
+        Case("deepseek", TP2),
+        Case("gpt-oss", ParallelConfig(ranks=2, pipeline=2, stage_layers=[1, 3])),
         Case("mixtral", ParallelConfig(ranks=2, expert_tensor=2), dtype="float32"),
         Case("deepseek-v2", ParallelConfig(ranks=2, tensor=2, sequence=True, expert_tensor=1)),
     ],
-    4: [
+    "four ranks": [
         Case("qwen3", ParallelConfig(ranks=4, pipeline=2)),
         Case("qwen2", ParallelConfig(ranks=4, pipeline=2), frozen=("model.layers.0.*",)),
+    ],
+    "four ranks, experts": [
         Case("qwen3-moe", ParallelConfig(ranks=4, tensor=2, sequence=True, expert=2, expert_tensor=1)),
         Case("deepseek", ParallelConfig(ranks=4, pipeline=2, expert=2)),
     ],
@@ -84,9 +88,9 @@ def test_a_rank_with_half_the_experts_holds_what_is_planned() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", STATES)
-def test_states_to_the_byte(world: int) -> None:
-    wrong = [told(one) for one in ranks(STATES[world]) if one.held != one.planned]
+@pytest.mark.parametrize("name", STATES)
+def test_states_to_the_byte(name: str) -> None:
+    wrong = [told(one) for one in ranks(STATES[name]) if one.held != one.planned]
     assert not wrong, "\n".join(wrong)
 
 
