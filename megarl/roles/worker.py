@@ -64,7 +64,8 @@ class Worker:
             expert=layout.expert,
             expert_tensor=layout.expert_tensor,
             seed=self.config.run.seed,
-            timeout=self.config.cluster.worker_timeout,
+            # The controller gives up first: it knows who does not answer, a collective only that somebody does not.
+            timeout=2 * self.config.cluster.worker_timeout,
         )
         self.roles = build(self.config, self.models, self.place, layout)
         self.objective = Objective.from_config(self.config.algorithm)
