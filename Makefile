@@ -10,6 +10,9 @@ PYTHON ?= $(shell for p in python3.11 python3 python; do \
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile --no-build-isolation --use-pep517
 PYTEST := $(BIN)/python -m pytest
 
+# Images often set this. Nothing is compiled at installation, so each of a run's processes would compile all that it imports again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-all lint bench invariants clean
 
