@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from megarl import __version__
@@ -106,10 +108,29 @@ def _train(args: argparse.Namespace) -> int:
 
     # A console script does not look into the folder it is run in, where a user's own rewards and estimators lie.
     sys.path.append(os.getcwd())
-    cfg, prepared = preflight_file(args.config, args.overrides)
-    from megarl.controller.train import run  # imports Ray: only once nothing is left to complain about
+    with _heard():
+        cfg, prepared = preflight_file(args.config, args.overrides)
+        from megarl.controller.train import run  # imports Ray: only once nothing is left to complain about
 
     return run(cfg, prepared)
+
+
+@contextmanager
+def _heard() -> Iterator[None]:
+    """Ctrl-C, which the import of some libraries swallows, counts at the end of the block at the latest."""
+    came: list[int] = []
+
+    def note(number: int, _: object) -> None:
+        came.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came:
+        raise KeyboardInterrupt
 
 
 def _doctor(args: argparse.Namespace) -> int:
