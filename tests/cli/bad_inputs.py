@@ -274,6 +274,33 @@ CASES = {
             "expert parallelism 2 needs a model with experts",
         ),
     ),
+    "settings of another setting's value": bad(
+        "actor.optimizer.schedule=constant",
+        "actor.optimizer.wsd_decay=cosine",
+        "actor.optimizer.min_lr=1e-6",
+        "actor.optimizer.lr_multipliers={'*': .inf}",
+        "actor.precision.fp8_margin=2",
+        "actor.precision.first_layers_bf16=1",
+        "checkpoint.asynchronous=true",
+        said=(
+            "actor.optimizer.wsd_decay=cosine means nothing with schedule=constant",
+            "actor.optimizer.min_lr=1e-06 means nothing with schedule=constant",
+            "actor.optimizer.lr_multipliers has inf for *",
+            "actor.precision.fp8_margin=2 means nothing with fp8=null; leave it out, or set actor.precision.fp8 to delayed",
+            "actor.precision.first_layers_bf16=1 means nothing with fp8=null",
+            "checkpoint.asynchronous=true and checkpoint.every=0 makes no checkpoints",
+        ),
+    ),
+    "lists": bad(
+        "actor.optimizer.frozen=model.norm.weight", said="actor.optimizer.frozen must be a list as [A, B], each text"
+    ),
+    "experts' tensor parallelism without experts": bad(
+        "actor.parallel.expert_tensor=2",
+        said=(
+            "expert*expert_tensor=2 does not divide the ranks of a pipeline stage, of which there are 1",
+            "actor.parallel.expert_tensor=2: expert tensor parallelism 2 needs a model with experts",
+        ),
+    ),
     "float8 without a GPU": bad(
         "model.dtype=bfloat16", "actor.precision.fp8=blockwise", said="actor.precision.fp8=blockwise"
     ),

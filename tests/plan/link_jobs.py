@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megarl import models
 from megarl.algorithms import Objective, denominators
 from megarl.config import Config
+from tests.megatron.harness import joined
 from tests.megatron.memory_jobs import Case as Samples
 from tests.megatron.memory_jobs import equal_samples
 
@@ -55,30 +56,16 @@ def sent(rank: int, world: int, port: int, cases: list[Case]) -> list[float]:
 
 
 def _sent(rank: int, port: int, case: Case) -> float:
-    from megarl.megatron import parallel
     from megarl.megatron.engine import EngineSettings, MegatronEngine
 
     cfg, cut = case.config, case.config.actor.parallel
-    place = parallel.start(
-        rank,
-        cut.ranks,
-        "127.0.0.1",
-        port,
-        tensor=cut.tensor,
-        pipeline=cut.pipeline,
-        virtual=cut.virtual,
-        context=cut.context,
-        expert=cut.expert,
-        expert_tensor=cut.expert_tensor,
-        seed=1,
-    )
-    engine = MegatronEngine(
-        models.resolve(cfg.model.path), place, EngineSettings.of(cfg), optimizer=cfg.actor.optimizer
-    )
-    batch = equal_samples(case.samples)
-    own, totals = batch.shard(place.data, place.data_size), denominators(batch.padded("loss_mask"))
-    with Sent() as counted:
-        engine.log_probs(own, temperature=1.0)
-        engine.train(own, Objective(), totals)
-    parallel.stop()
+    with joined(rank, cut.ranks, cut, port) as place:
+        engine = MegatronEngine(
+            models.resolve(cfg.model.path), place, EngineSettings.of(cfg), optimizer=cfg.actor.optimizer
+        )
+        batch = equal_samples(case.samples)
+        own, totals = batch.shard(place.data, place.data_size), denominators(batch.padded("loss_mask"))
+        with Sent() as counted:
+            engine.log_probs(own, temperature=1.0)
+            engine.train(own, Objective(), totals)
     return counted.bytes

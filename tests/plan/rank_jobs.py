@@ -15,6 +15,7 @@ from megarl.bridge.heads import Head
 from megarl.bridge.model_map import ModelMap
 from megarl.bridge.states import Learning, States
 from megarl.config.schema import OptimizerConfig, ParallelConfig
+from tests.megatron.harness import joined
 from tests.megatron.memory_jobs import Case as Samples
 from tests.megatron.memory_jobs import Peak, equal_samples
 
@@ -50,52 +51,38 @@ def found(rank: int, world: int, port: int, cases: list[Case]) -> list[Found]:
 
 
 def _found(rank: int, port: int, case: Case) -> Found:
-    from megarl.megatron import parallel
     from megarl.megatron.engine import EngineSettings, MegatronEngine
     from megarl.megatron.offload import Memory
 
     cut, folder = case.parallel, models.resolve(f"tiny-{case.model}")
-    place = parallel.start(
-        rank,
-        cut.ranks,
-        "127.0.0.1",
-        port,
-        tensor=cut.tensor,
-        pipeline=cut.pipeline,
-        virtual=cut.virtual,
-        context=cut.context,
-        expert=cut.expert,
-        expert_tensor=cut.expert_tensor,
-        seed=1,
-    )
-    samples = case.samples or Samples("", prompt=5, response=7, samples=8, together=2)
-    settings = EngineSettings(
-        case.dtype,
-        cut.sequence,
-        case.recompute,
-        micro_batch_tokens=samples.together * (samples.prompt + samples.response),
-        share_prompts=False,
-        stage_layers=tuple(cut.stage_layers) if cut.stage_layers else None,
-    )
-    optimizer = OptimizerConfig(distributed=case.distributed, frozen=list(case.frozen))
-    states, where = _states(case, folder, rank, place)
-    planned = {kind: getattr(states(where), kind) for kind in KINDS}
-    if case.head is not None:
-        engine: Any = _critic(folder, place, settings, case.head, optimizer)
-    else:
-        engine = MegatronEngine(folder, place, settings, optimizer=optimizer)
-    order = [p.name for p, tensor in engine.parameters() if isinstance(tensor, torch.nn.Parameter)]
-    assert order == [p.name for chunk in states.parameters(where) for p in chunk if not p.float32]
-    _train(engine, samples, case.head)
-    memory = Memory(engine.chunks, engine.optimizer, even_on_cpu=True)
-    held, peak, activations = memory.held(), 0, 0
-    if case.samples is not None:
-        known = [tensor for kind in KINDS for tensor in memory._tensors(kind)]
-        with Peak(*known) as counted:
-            _train(engine, samples, case.head)
-        peak = counted.peak
-        activations = _activations(case, engine.map, place)
-    parallel.stop()
+    with joined(rank, cut.ranks, cut, port) as place:
+        samples = case.samples or Samples("", prompt=5, response=7, samples=8, together=2)
+        settings = EngineSettings(
+            case.dtype,
+            cut.sequence,
+            case.recompute,
+            micro_batch_tokens=samples.together * (samples.prompt + samples.response),
+            share_prompts=False,
+            stage_layers=tuple(cut.stage_layers) if cut.stage_layers else None,
+        )
+        optimizer = OptimizerConfig(distributed=case.distributed, frozen=list(case.frozen))
+        states, where = _states(case, folder, rank, place)
+        planned = {kind: getattr(states(where), kind) for kind in KINDS}
+        if case.head is not None:
+            engine: Any = _critic(folder, place, settings, case.head, optimizer)
+        else:
+            engine = MegatronEngine(folder, place, settings, optimizer=optimizer)
+        order = [p.name for p, tensor in engine.parameters() if isinstance(tensor, torch.nn.Parameter)]
+        assert order == [p.name for chunk in states.parameters(where) for p in chunk if not p.float32]
+        _train(engine, samples, case.head)
+        memory = Memory(engine.chunks, engine.optimizer, even_on_cpu=True)
+        held, peak, activations = memory.held(), 0, 0
+        if case.samples is not None:
+            known = [tensor for kind in KINDS for tensor in memory._tensors(kind)]
+            with Peak(*known) as counted:
+                _train(engine, samples, case.head)
+            peak = counted.peak
+            activations = _activations(case, engine.map, place)
     return Found(case, rank, held, planned, peak, activations)
 
 
