@@ -18,7 +18,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
@@ -35,8 +35,10 @@ from megarl.reshard.bucket import BucketSpec
 from megarl.reshard.colocated import Colocated
 from megarl.reshard.disk import Disk
 from megarl.reshard.distributed import Distributed
+from megarl.reshard.exposure import Exposure
 from megarl.reshard.link import Meeting, Outlet, Regions, join
 from megarl.reshard.stream import Stream
+from megarl.reshard.transfer import Member
 from megarl.roles.ports import unused_port
 
 ROOT = Path(__file__).parents[1]
@@ -110,6 +112,12 @@ class Rank:
     def write_stream(self, stream: Stream, rank: int) -> dict[str, int]:
         return self.writer.write_stream(stream, rank)
 
+    def open(self, engines: dict[Member, list[Exposure]]) -> dict[Member, int]:
+        return self.writer.open(engines)
+
+    def write_in_place(self, members: list[Member], prove: dict[str, str]) -> dict[str, int]:
+        return self.writer.write_in_place(members, prove)
+
     def write(self, bucket: BucketSpec) -> dict[str, int]:
         return self.writer.write(bucket)
 
@@ -143,6 +151,12 @@ class Ranks:
 
     def write_stream(self, stream: Stream) -> list[dict[str, int]]:
         return ray.get([actor.write_stream.remote(stream, rank) for rank, actor in enumerate(self.actors)])
+
+    def open(self, engines: dict[Member, list[Exposure]]) -> list[dict[Member, int]]:
+        return ray.get([actor.open.remote(engines) for actor in self.actors])
+
+    def write_in_place(self, members: Sequence[Member], prove: dict[str, str]) -> list[dict[str, int]]:
+        return ray.get([actor.write_in_place.remote(list(members), prove) for actor in self.actors])
 
     def write(self, bucket: BucketSpec) -> list[dict[str, int]]:
         return ray.get([actor.write.remote(bucket) for actor in self.actors])

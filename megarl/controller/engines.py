@@ -22,9 +22,10 @@ from megarl.controller.sizes import cache_tokens
 from megarl.controller.workers import interface
 from megarl.errors import RunError
 from megarl.reshard.bucket import BucketSpec, BucketTensor
+from megarl.reshard.exposure import Exposure
 from megarl.reshard.link import Meeting, Regions
 from megarl.reshard.stream import Control, Stream
-from megarl.reshard.transfer import Receivers
+from megarl.reshard.transfer import Member, Receivers
 from megarl.rollout.engine import Engine, EngineLost
 from megarl.rollout.group import begin
 from megarl.rollout.sampling import Sampling
@@ -44,6 +45,11 @@ class Slot:
     starts: int = 0
     info: dict[str, Any] = field(default_factory=dict)
     current: bool = False  # has the weights that all have
+
+    @property
+    def member(self) -> Member:
+        """Who sits here now: of those that take part in an update."""
+        return self.number, self.starts
 
 
 class EngineGroup:
@@ -157,8 +163,8 @@ class EngineGroup:
     def load(self, buckets: Sequence[BucketSpec]) -> Any:
         return [(slot, slot.actor.load_buckets.remote(buckets)) for slot in self._updating]
 
-    def members(self) -> tuple[object, ...]:
-        return tuple((slot.number, slot.starts) for slot in self._updating)
+    def members(self) -> tuple[Member, ...]:
+        return tuple(slot.member for slot in self._updating)
 
     def ranks(self) -> int:
         return len(self._updating) * self.size
@@ -193,13 +199,17 @@ class EngineGroup:
             for slot, at in zip(self._updating, first, strict=True)
         ]
 
+    def expose(self, tensors: Sequence[BucketTensor]) -> dict[Member, list[Exposure]]:
+        answers = self._update("expose", list(tensors))
+        return {slot.member: answers[slot.number] for slot in self._updating}
+
     def loaded(self, token: Any) -> None:
         for slot, reference in token:
             if slot in self._updating and not self._answers([slot], [reference], "weight update"):
                 self._updating.remove(slot)
 
-    def end_update(self) -> list[dict[str, int]]:
-        prints = self._update("end_update")
+    def end_update(self, in_place: Sequence[str] = ()) -> list[dict[str, int]]:
+        prints = self._update("end_update", in_place)
         for slot in self._updating:
             slot.current = True
         return [prints[slot.number] for slot in self._updating]
@@ -314,8 +324,8 @@ class _One:
     def load(self, buckets: Sequence[BucketSpec]) -> object:
         return self._slot.actor.load_buckets.remote(buckets)
 
-    def members(self) -> tuple[object, ...]:
-        return ((self._slot.number, self._slot.starts),)
+    def members(self) -> tuple[Member, ...]:
+        return (self._slot.member,)
 
     def ranks(self) -> int:
         return self._group.size
@@ -326,11 +336,15 @@ class _One:
     def link(self, meeting: Meeting, sources: list[Regions], plan: list[list[BucketTensor]]) -> object:
         return self._slot.actor.link.remote(meeting, meeting.sources, sources, plan)
 
+    def expose(self, tensors: Sequence[BucketTensor]) -> dict[Member, list[Exposure]]:
+        (exposures,) = self._call("expose", list(tensors))
+        return {self._slot.member: exposures}
+
     def loaded(self, token: object) -> None:
         self._group.answer(self._slot, token, "weight update")
 
-    def end_update(self) -> list[dict[str, int]]:
-        return self._call("end_update")
+    def end_update(self, in_place: Sequence[str] = ()) -> list[dict[str, int]]:
+        return self._call("end_update", in_place)
 
     def _call(self, method: str, *arguments: Any) -> list[Any]:
         return self._group.answer(self._slot, getattr(self._slot.actor, method).remote(*arguments), "weight update")

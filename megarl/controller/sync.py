@@ -38,7 +38,8 @@ def transport(cfg: Config, model: ModelMap, source: Path, folder: Path) -> Trans
         return Disk(model, **options, folder=user_path(r.folder) if r.folder else folder, source=source)
     if r.transport == "distributed":
         return Distributed(model, **options, timeout=timeout)
-    return Colocated(model, **options, timeout=timeout)
+    in_place = r.in_place and not torch.cuda.is_available()  # weights in a GPU's memory cannot be mapped so
+    return Colocated(model, **options, timeout=timeout, in_place=in_place)
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,10 @@ from megarl.controller.calls import Later, wait_for
 from megarl.controller.placement import options
 from megarl.errors import RunError
 from megarl.reshard.bucket import BucketSpec
+from megarl.reshard.exposure import Exposure
 from megarl.reshard.link import Meeting, Regions
 from megarl.reshard.stream import Stream
+from megarl.reshard.transfer import Member
 from megarl.roles.models import Models
 from megarl.roles.worker import Worker
 
@@ -117,6 +119,12 @@ class WorkerGroup:
 
     def write_stream(self, stream: Stream) -> list[dict[str, int]]:
         return self._all("write_stream", "writing weights", stream)
+
+    def open(self, engines: Mapping[Member, Sequence[Exposure]]) -> list[dict[Member, int]]:
+        return self._all("open", "mapping the engines' weights", dict(engines))
+
+    def write_in_place(self, members: Sequence[Member], prove: Mapping[str, str]) -> list[dict[str, int]]:
+        return self._all("write_in_place", "writing weights", list(members), dict(prove))
 
     def meeting_place(self) -> tuple[str, int]:
         (place,) = wait_for([self.actors[0].address.remote()], "looking for a port", self._timeout, self._process)

@@ -2,13 +2,16 @@
 
 Two buckets alternate: while the engines load one, the ranks write the next. Each rank writes only its slices, straight to their
 places, so nothing is gathered. Their pages are used again by every bucket and every update.
+
+With `in_place` that is how an engine's first update goes, which SGLang's own loader takes and which therefore proves what lies where
+in its weights. From then on ranks write straight into those (`megarl.reshard.exposure`), and the buckets' memory is given back.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +20,11 @@ from typing import Protocol
 import torch
 
 from megarl.bridge.model_map import ModelMap
-from megarl.reshard.bucket import BucketSpec
+from megarl.errors import RunError
+from megarl.reshard.bucket import BucketSpec, BucketTensor
+from megarl.reshard.exposure import Exposure
 from megarl.reshard.stream import Control, Stream
-from megarl.reshard.transfer import Receivers, Transfer, Writers
+from megarl.reshard.transfer import Member, Proof, Receivers, Transfer, Writers
 
 _SHARED_MEMORY = Path("/dev/shm")
 
@@ -32,19 +37,32 @@ class StreamWriters(Writers, Protocol):
     def write_stream(self, stream: Stream) -> list[dict[str, int]]:
         """Have every rank write its slices of every bucket; each rank's shares of the fingerprints that the buckets ask for."""
 
+    def open(self, engines: Mapping[Member, Sequence[Exposure]]) -> list[dict[Member, int]]:
+        """Have every rank map the weights of these engines, and let go of all others; bytes that it will write into each."""
+
+    def write_in_place(self, members: Sequence[Member], prove: Mapping[str, str]) -> list[dict[str, int]]:
+        """Have every rank write its slices into these engines; its shares of the fingerprints of the tensors to `prove`, taken in the
+        dtypes that stand beside their names."""
+
 
 class StreamReceivers(Receivers, Protocol):
     """The engines' side, on this node."""
 
+    def members(self) -> tuple[Member, ...]:
+        """The engines that take part in this update; one that was started anew is another."""
+
     def ranks(self) -> int:
         """Of all engines that take part in this update together."""
+
+    def expose(self, tensors: Sequence[BucketTensor]) -> dict[Member, list[Exposure]]:
+        """Of each engine, rank by rank, where these tensors of a checkpoint lie in its weights."""
 
     def load_stream(self, stream: Stream, control: Control) -> None:
         """Have every engine load every bucket. Of an engine that is lost over it, `control` is told that its ranks are gone."""
 
 
 class Colocated(Transfer):
-    """Two buckets in shared memory, by turns."""
+    """Two buckets in shared memory, by turns, or the engines' own weights."""
 
     def __init__(
         self,
@@ -55,18 +73,31 @@ class Colocated(Transfer):
         verify: str,
         full_every: int = 0,
         timeout: float = 600.0,
+        in_place: bool = False,
         folder: Path = _SHARED_MEMORY,
     ):
-        """`timeout`: seconds that ranks and engines wait for each other."""
+        """`timeout`: seconds that ranks and engines wait for each other. `in_place`: the engines' weights lie in host memory,
+        and after an engine's first update ranks write straight into them."""
         super().__init__(model_map, dtype=dtype, bucket_bytes=bucket_bytes, verify=verify, full_every=full_every)
         _remove_stale(folder)
         stem = folder / f"megarl-{os.getpid()}-{id(self):x}"
         self._timeout = timeout
+        self._in_place = in_place
+        self._open: dict[Member, list[Exposure]] = {}
         self._control = f"{stem}-control"
         self.paths = [f"{stem}-{i}" for i in range(min(2, len(self.buckets)))]
+        self._take()
+
+    def _take(self) -> None:
+        """Memory for the buckets, where they do not have it."""
         largest = max(self.buckets, key=lambda b: b.nbytes)
         for path in self.paths:
             replace(largest, path=path).create()
+
+    def _give_back(self) -> None:
+        """The buckets' memory; whoever has mapped them can use them again after the next `_take`."""
+        for path in self.paths:
+            os.truncate(path, 0)
 
     def close(self) -> None:
         """Give the shared memory back."""
@@ -75,7 +106,37 @@ class Colocated(Transfer):
 
     def _move(
         self, buckets: Sequence[BucketSpec], shards: StreamWriters, receivers: StreamReceivers, version: int
+    ) -> Proof:
+        members = receivers.members()
+        if self._in_place and all(member in self._open for member in members):
+            prove = {
+                item.name: item.dtype for bucket in buckets for item in bucket.tensors if item.name in bucket.prove
+            }
+            shares = shards.write_in_place(members, prove)
+            return Proof(shares, receivers.end_update(list(prove)))
+        shares = self._stream(buckets, shards, receivers)
+        if self._in_place:
+            self._expose(shards, receivers)
+        return Proof(shares, receivers.end_update())
+
+    def _expose(self, shards: StreamWriters, receivers: StreamReceivers) -> None:
+        """Map the weights of engines that have taken theirs from buckets. RunError where ranks would leave a byte of them out."""
+        new = receivers.expose([item for bucket in self.buckets for item in bucket.tensors])
+        places = {place for place, _ in new}
+        self._open = {member: held for member, held in self._open.items() if member[0] not in places} | new
+        covered = shards.open(self._open)
+        for member, exposures in new.items():
+            written, held = sum(rank[member] for rank in covered), sum(exposure.nbytes for exposure in exposures)
+            if written != held:
+                raise RunError(
+                    f"weight sync: the ranks answer for {written} of the {held} bytes of engine {member[0]}'s weights"
+                )
+        self._give_back()
+
+    def _stream(
+        self, buckets: Sequence[BucketSpec], shards: StreamWriters, receivers: StreamReceivers
     ) -> list[dict[str, int]]:
+        self._take()
         placed = [self._placed(bucket, number) for number, bucket in enumerate(buckets)]
         stream = Stream(self._control, placed, len(self.paths), len(shards), receivers.ranks(), self._timeout)
         control = Control.begin(stream)
@@ -101,6 +162,7 @@ class Colocated(Transfer):
 
     def tensors(self, shards: Writers) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor under the checkpoint's name, in its order: for an export. A tensor is valid until the next is asked for."""
+        self._take()
         for bucket in self.buckets:
             placed = self._placed(bucket, 0)
             shards.write(placed)

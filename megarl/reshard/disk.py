@@ -24,7 +24,7 @@ from megarl.bridge.hf_io import DTYPES, INDEX, copy_companions
 from megarl.bridge.model_map import ModelMap
 from megarl.errors import RunError, UserError
 from megarl.reshard.bucket import BucketSpec, BucketTensor
-from megarl.reshard.transfer import Receivers, Transfer, Writers
+from megarl.reshard.transfer import Proof, Receivers, Transfer, Writers
 
 _PREFIX = "version-"
 _KINDS = {str(dtype).removeprefix("torch."): kind for kind, dtype in DTYPES.items()}
@@ -55,9 +55,7 @@ class Disk(Transfer):
             with suppress(OSError):  # nothing was written, or somebody else put something there
                 self._folder.rmdir()
 
-    def _move(
-        self, buckets: Sequence[BucketSpec], shards: Writers, receivers: Receivers, version: int
-    ) -> list[dict[str, int]]:
+    def _move(self, buckets: Sequence[BucketSpec], shards: Writers, receivers: Receivers, version: int) -> Proof:
         target = self._folder / f"{_PREFIX}{version}"
         names = [f"model-{number:05d}-of-{len(buckets):05d}.safetensors" for number in range(1, len(buckets) + 1)]
         files = [as_file(bucket) for bucket in buckets]
@@ -79,7 +77,7 @@ class Disk(Transfer):
         there = [replace(spec, path=str(target / name)) for name, (spec, _) in zip(names, files, strict=True)]
         receivers.loaded(receivers.load(there))
         self._remove(keep=target)
-        return shares
+        return Proof(shares, receivers.end_update())
 
     def _remove(self, keep: Path | None) -> None:
         for path in self._folder.glob(f"{_PREFIX}*"):

@@ -12,7 +12,7 @@ from typing import Protocol
 from megarl.bridge.model_map import ModelMap
 from megarl.reshard.bucket import BucketSpec, BucketTensor
 from megarl.reshard.link import Meeting, Regions
-from megarl.reshard.transfer import Receivers, Transfer, Writers
+from megarl.reshard.transfer import Member, Proof, Receivers, Transfer, Writers
 
 
 class Senders(Writers, Protocol):
@@ -33,8 +33,8 @@ class Senders(Writers, Protocol):
 class LinkedReceivers(Receivers, Protocol):
     """The engines' side, each rank of an engine with an `Inlet`."""
 
-    def members(self) -> tuple[object, ...]:
-        """Who takes part in this update; other engines are other members."""
+    def members(self) -> tuple[Member, ...]:
+        """The engines that take part in this update; one that was started anew is another."""
 
     def ranks(self) -> int:
         """Of all members together."""
@@ -59,14 +59,12 @@ class Distributed(Transfer):
         """`timeout`: seconds that ranks wait for each other."""
         super().__init__(model_map, dtype=dtype, bucket_bytes=bucket_bytes, verify=verify, full_every=full_every)
         self._timeout = timeout
-        self._joined: tuple[object, ...] | None = None
+        self._joined: tuple[Member, ...] | None = None
 
     def close(self) -> None:
         """Nothing is held here: the group ends with its processes."""
 
-    def _move(
-        self, buckets: Sequence[BucketSpec], shards: Senders, receivers: LinkedReceivers, version: int
-    ) -> list[dict[str, int]]:
+    def _move(self, buckets: Sequence[BucketSpec], shards: Senders, receivers: LinkedReceivers, version: int) -> Proof:
         members = receivers.members()
         if members != self._joined:
             self._join(shards, receivers)
@@ -76,7 +74,7 @@ class Distributed(Transfer):
         shares = shards.send(numbered)
         receivers.loaded(loading)
         self._joined = members
-        return shares
+        return Proof(shares, receivers.end_update())
 
     def _join(self, shards: Senders, receivers: LinkedReceivers) -> None:
         sources = shards.regions()

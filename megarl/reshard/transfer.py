@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -15,6 +15,8 @@ from megarl.bridge.model_map import ModelMap
 from megarl.errors import RunError
 from megarl.reshard.bucket import BucketSpec
 from megarl.reshard.fingerprint import combine
+
+Member = tuple[int, int]  # an engine's place among all, and how often it was started
 
 SAMPLED = 32  # "sampled" proves every so manieth tensor, others each time
 
@@ -36,8 +38,16 @@ class Receivers(Protocol):
 
     def loaded(self, token: object) -> None: ...
 
-    def end_update(self) -> list[dict[str, int]]:
-        """Finish; the fingerprints that each engine took of its own copy."""
+    def end_update(self, in_place: Sequence[str] = ()) -> list[dict[str, int]]:
+        """Finish; the fingerprints that each engine took of its own copy: those that buckets asked for, and of what was written
+        `in_place`."""
+
+
+class Proof(NamedTuple):
+    """Fingerprints of an update, taken by either side."""
+
+    ranks: list[dict[str, int]]  # each rank's shares of them
+    engines: list[dict[str, int]]
 
 
 @dataclass(frozen=True)
@@ -76,17 +86,15 @@ class Transfer(ABC):
         start = time.perf_counter()
         proved = self._to_prove()
         receivers.begin_update(version)
-        shares = self._move([self._asking(bucket, proved) for bucket in self.buckets], shards, receivers, version)
-        _compare(proved, shares, receivers.end_update())
+        asking = [self._asking(bucket, proved) for bucket in self.buckets]
+        _compare(proved, self._move(asking, shards, receivers, version))
         self._turn += 1
         tensors = sum(len(b.tensors) for b in self.buckets)
         return ReshardReport(time.perf_counter() - start, self.bytes, tensors, len(proved))
 
     @abstractmethod
-    def _move(
-        self, buckets: Sequence[BucketSpec], shards: Writers, receivers: Receivers, version: int
-    ) -> list[dict[str, int]]:
-        """Have all buckets written and loaded; the shares of the fingerprints that `write` answered with."""
+    def _move(self, buckets: Sequence[BucketSpec], shards: Writers, receivers: Receivers, version: int) -> Proof:
+        """Have all that the buckets hold written and loaded, and end the update."""
 
     @abstractmethod
     def close(self) -> None:
@@ -124,16 +132,16 @@ def plan(model_map: ModelMap, dtype: torch.dtype, bucket_bytes: int) -> list[Buc
     return [BucketSpec.plan("", group) for group in groups]
 
 
-def _compare(names: set[str], shares: list[dict[str, int]], engines: list[dict[str, int]]) -> None:
+def _compare(names: set[str], proof: Proof) -> None:
     parts: dict[str, list[int]] = defaultdict(list)
-    for share in shares:
+    for share in proof.ranks:
         for name, part in share.items():
             parts[name].append(part)
     for name in sorted(names):
         if name not in parts:
             raise RunError(f"weight sync: no trainer rank answers for {name}")
         whole = combine(parts[name])
-        for number, engine in enumerate(engines):
+        for number, engine in enumerate(proof.engines):
             if name not in engine:
                 raise RunError(f"weight sync: engine {number} did not report {name}: it was never loaded")
             if engine[name] != whole:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,14 +12,28 @@ from megarl.bridge.layout import Copy
 from megarl.bridge.model_map import Parameter
 from megarl.megatron.parallel import Place
 from megarl.reshard.bucket import BucketSpec
+from megarl.reshard.exposure import Exposure, meeting
 from megarl.reshard.fingerprint import combine, partial
 from megarl.reshard.link import Outlet, Region
 from megarl.reshard.stream import Control, Stream
+from megarl.reshard.transfer import Member
 
 
 class _Slice(NamedTuple):
     tensor: torch.Tensor
     copy: Copy
+
+
+_Pairs = dict[str, list[tuple[torch.Tensor, torch.Tensor]]]  # by the tensor's name: where to, and what
+
+
+class _Opened(NamedTuple):
+    exposures: Sequence[Exposure]
+    pairs: _Pairs
+
+    @property
+    def nbytes(self) -> int:
+        return sum(there.nbytes for pairs in self.pairs.values() for there, _ in pairs)
 
 
 class ShardWriter:
@@ -31,6 +45,7 @@ class ShardWriter:
 
     def __init__(self, parameters: Iterable[tuple[Parameter, torch.Tensor]], place: Place):
         self._slices: dict[str, list[_Slice]] = defaultdict(list)
+        self._engines: dict[Member, _Opened] = {}
         turns: dict[bool, int] = {False: 0, True: 0}  # experts are counted by themselves: other ranks share them
         for parameter, tensor in parameters:
             of_experts = parameter.expert is not None
@@ -60,6 +75,41 @@ class ShardWriter:
             self._copy(bucket)
             control.wrote(rank, number + 1)
             shares |= self._shares(bucket)
+        return shares
+
+    def open(self, engines: Mapping[Member, Sequence[Exposure]]) -> dict[Member, int]:
+        """Map the weights of engines, and let go of all others; bytes that this rank will write into each."""
+        before, self._engines = self._engines, {}
+        for member, exposures in engines.items():
+            opened = before.get(member)
+            if opened is None or opened.exposures != exposures:
+                opened = _Opened(exposures, self._pairs(exposures))
+            self._engines[member] = opened
+        return {member: opened.nbytes for member, opened in self._engines.items()}
+
+    def _pairs(self, exposures: Sequence[Exposure]) -> _Pairs:
+        pairs: _Pairs = defaultdict(list)
+        for exposure in exposures:
+            views = exposure.views()
+            for name, spot in exposure.spots.items():
+                for piece in self._slices.get(name, ()):
+                    _refuse_fused(piece.copy)
+                    if common := meeting(piece.copy.hf, spot):
+                        ours, theirs = common
+                        pairs[name].append((views[name][theirs], piece.tensor[piece.copy.local][ours]))
+        return pairs
+
+    @torch.no_grad()
+    def write_in_place(self, members: Sequence[Member], prove: Mapping[str, str]) -> dict[str, int]:
+        """Write this rank's slices into engines that are `open`, in the engines' dtype; its shares of the fingerprints of the tensors
+        to `prove`, taken of its own weights in the dtypes that stand beside their names."""
+        shares: dict[str, int] = {}
+        for name, pieces in self._slices.items():
+            for member in members:
+                for there, here in self._engines[member].pairs.get(name, ()):
+                    there.copy_(here)
+            if name in prove:
+                shares[name] = _share(pieces, getattr(torch, prove[name]))
         return shares
 
     def _copy(self, bucket: BucketSpec) -> None:
@@ -97,8 +147,13 @@ class ShardWriter:
 
 
 def _share(pieces: Sequence[_Slice], dtype: torch.dtype) -> int:
-    if any(p.copy.fused or p.copy.transposed for p in pieces):
-        raise ValueError(
-            f"{pieces[0].copy.hf_name}: no fingerprint is written for experts that the checkpoint has in one tensor"
-        )
+    for piece in pieces:
+        _refuse_fused(piece.copy)
     return combine([partial(p.tensor[p.copy.local].to(dtype), [s.start for s in p.copy.hf]) for p in pieces])
+
+
+def _refuse_fused(copy: Copy) -> None:
+    if copy.fused or copy.transposed:
+        raise ValueError(
+            f"{copy.hf_name}: experts that the checkpoint has in one tensor can neither be proved nor placed"
+        )

@@ -16,8 +16,10 @@ from megarl.batch import Batch
 from megarl.config import Config
 from megarl.config.schema import ParallelConfig
 from megarl.reshard.bucket import BucketSpec
+from megarl.reshard.exposure import Exposure
 from megarl.reshard.link import Meeting, Region
 from megarl.reshard.stream import Stream
+from megarl.reshard.transfer import Member
 from megarl.roles.models import Models
 from megarl.roles.ports import unused_port
 from megarl.roles.watch import watched
@@ -136,6 +138,15 @@ class Worker:
         """The actor's slices of all buckets of an update, as the engines let go of those before."""
         with self.roles.looking("actor"):
             return self.writers["actor"].write_stream(stream, self.place.rank)
+
+    def open(self, engines: dict[Member, list[Exposure]]) -> dict[Member, int]:
+        """Map the weights of engines on this node; bytes of the actor's that this rank will write into each."""
+        return self.writers["actor"].open(engines)
+
+    def write_in_place(self, members: list[Member], prove: dict[str, str]) -> dict[str, int]:
+        """The actor's slices straight into the weights of engines; this rank's shares of the fingerprints to `prove`."""
+        with self.roles.looking("actor"):
+            return self.writers["actor"].write_in_place(members, prove)
 
     def regions(self) -> dict[str, list[Region]]:
         """The parts of the actor's tensors that this rank answers for."""

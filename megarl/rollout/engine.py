@@ -20,6 +20,7 @@ from megarl.batch.sample import Prompt, Sample
 from megarl.cpu import process_env
 from megarl.errors import RunError, UserError
 from megarl.reshard.bucket import BucketSpec, BucketTensor
+from megarl.reshard.exposure import Exposure
 from megarl.reshard.link import Meeting, Regions
 from megarl.reshard.stream import Stream
 from megarl.rollout import session
@@ -165,13 +166,18 @@ class Engine:
         """Within an update: join the group over which buckets come that lie in no file, this engine's ranks as `first` and on."""
         self._call("link", meeting, first, sources, plan, timeout=meeting.timeout + self._progress_timeout)
 
-    def end_update(self) -> dict[str, int]:
+    def expose(self, tensors: Sequence[BucketTensor]) -> list[Exposure]:
+        """Within an update: where each rank has its part of these tensors, in memory that others can write to in later updates."""
+        return self._call("expose", list(tensors))
+
+    def end_update(self, in_place: Sequence[str] = ()) -> dict[str, int]:
         """Close the update and forget what was cached under the old weights.
 
-        Returns the fingerprints, read back from the engine's own parameters, of the buckets that asked for them.
+        Returns the fingerprints, read back from the engine's own parameters, of the buckets that asked for them and of tensors that
+        were written `in_place`.
         Raises RunError when a tensor of the model was not among the buckets.
         """
-        return self._call("end_update")
+        return self._call("end_update", list(in_place))
 
     def release_memory(self) -> None:
         """Give the GPU memory of weights and cache back (needs enable_memory_saver); without effect on CPU."""

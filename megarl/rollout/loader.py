@@ -20,14 +20,20 @@ import torch
 
 from megarl.errors import RunError
 from megarl.reshard.bucket import BucketSpec, BucketTensor
+from megarl.reshard.exposure import Exposure
 from megarl.reshard.fingerprint import combine, partial
 from megarl.reshard.link import Inlet, Meeting, Regions
 from megarl.reshard.stream import Control, Stream
+from megarl.rollout.exposing import Memory
 from megarl.rollout.shards import Shard, shards_of
 
 FORMAT = "megarl.rollout.loader.load"
 
-_inlet: Inlet | None = None  # of this scheduler, where weights come as messages
+_NOTHING: dict[str, Any] = {"parts": [], "expected": [], "seconds": {"load": 0.0, "prove": 0.0}}  # a report of no news
+
+# Of this scheduler:
+_inlet: Inlet | None = None  # where weights come as messages
+_memory: Memory | None = None  # where ranks write into its weights
 
 
 def buckets_request(buckets: Sequence[BucketSpec]) -> str:
@@ -45,6 +51,16 @@ def link_request(meeting: Meeting, first: int, sources: list[Regions], plan: lis
     return json.dumps({"link": {"meeting": asdict(meeting), "first": first, "sources": sources, "plan": plan}})
 
 
+def expose_request(tensors: Sequence[BucketTensor]) -> str:
+    """Have each rank of the engine move its weights to where others can map them, and say where these tensors lie."""
+    return json.dumps({"expose": [(item.name, item.shape) for item in tensors]})
+
+
+def prove_request(names: Sequence[str]) -> str:
+    """Take fingerprints of tensors that were exposed."""
+    return json.dumps({"prove": list(names)})
+
+
 def write_request(path: Path, request: str, ranks: int) -> None:
     """Write what `load` will read at `path`, and forget older reports."""
     for rank in range(ranks):
@@ -54,7 +70,7 @@ def write_request(path: Path, request: str, ranks: int) -> None:
 
 def read_reports(request: Path, ranks: int) -> dict[str, Any]:
     """What all ranks say together: {"fingerprints": {name: int}, "expected": {names of all tensors of the model},
-    "seconds": {what: of the slowest rank}}.
+    "seconds": {what: of the slowest rank}, "exposed": [Exposure of each rank that was asked for it]}.
 
     Raises RunError with the loader's own words where a rank failed or wrote nothing, and where two ranks that hold the same part of
     a tensor hold it differently.
@@ -72,6 +88,7 @@ def read_reports(request: Path, ranks: int) -> dict[str, Any]:
         "fingerprints": {name: combine(list(shares.values())) for name, shares in parts.items()},
         "expected": {name for report in reports for name in report["expected"]},
         "seconds": {what: max(report["seconds"][what] for report in reports) for what in ("load", "prove")},
+        "exposed": [Exposure.from_json(report["exposed"]) for report in reports if "exposed" in report],
     }
 
 
@@ -105,7 +122,13 @@ def load(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) 
 
 
 def _done(model: torch.nn.Module, request: dict[str, Any], rank: int) -> dict[str, Any]:
-    global _inlet
+    global _inlet, _memory
+    if "prove" in request:
+        return _proved(request["prove"])
+    if "expose" in request:
+        _memory = _memory or Memory(model)
+        exposure = _memory.expose(model, [(name, tuple(shape)) for name, shape in request["expose"]])
+        return _NOTHING | {"exposed": exposure.to_json()}
     if "buckets" in request:
         return load_buckets(model, [BucketSpec.from_json(text) for text in request["buckets"]], None, 0)
     if "stream" in request:
@@ -119,7 +142,17 @@ def _done(model: torch.nn.Module, request: dict[str, Any], rank: int) -> dict[st
     ]
     plan = [[BucketTensor.of(item) for item in tensors] for tensors in asked["plan"]]
     _inlet = Inlet(Meeting(**asked["meeting"]), asked["first"] + rank, sources, plan)
-    return {"parts": [], "expected": [], "seconds": {"load": 0.0, "prove": 0.0}}
+    return _NOTHING
+
+
+def _proved(names: Sequence[str]) -> dict[str, Any]:
+    """Fingerprints of this rank's parts of tensors that were exposed."""
+    begun = time.perf_counter()
+    held = _memory.held if _memory is not None else {}
+    if strange := [name for name in names if name not in held]:
+        raise RunError(f"{strange[0]} was not exposed")
+    parts = [(name, held[name].origin, partial(held[name].view, held[name].origin)) for name in names]
+    return _NOTHING | {"parts": parts, "seconds": {"load": 0.0, "prove": time.perf_counter() - begun}}
 
 
 @torch.no_grad()

@@ -15,12 +15,13 @@ from typing import Any
 import sglang
 import torch
 from sglang.srt.entrypoints.engine import Engine as SGLangEngine
-from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
+from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 from sglang.srt.server_args import ServerArgs
 
 from megarl.cpu import has_cuda
 from megarl.errors import RunError, UserError
 from megarl.reshard.bucket import BucketSpec, BucketTensor
+from megarl.reshard.exposure import Exposure
 from megarl.reshard.link import Meeting, Regions
 from megarl.reshard.stream import Stream
 from megarl.rollout import loader
@@ -157,6 +158,9 @@ class Server:
     def load_stream(self, stream: Stream, first: int) -> None:
         self._take(loader.stream_request(stream, first), stream.buckets)
 
+    def expose(self, tensors: Sequence[BucketTensor]) -> list[Exposure]:
+        return self._ask(loader.expose_request(tensors))["exposed"]
+
     def _take(self, request: str, buckets: Sequence[BucketSpec]) -> None:
         report = self._ask(request)
         self.expected |= report["expected"]
@@ -165,36 +169,37 @@ class Server:
         for what, seconds in report["seconds"].items():
             self.seconds[what] += seconds
 
-    def _ask(self, what: str) -> dict[str, Any]:
-        """What the schedulers' loaders answer together."""
+    def _ask(self, what: str, last: bool = False) -> dict[str, Any]:
+        """What the schedulers' loaders answer together. `last` of an update: keys and values of the old weights must not serve the new
+        ones and are forgotten, and the new weights get their version."""
         request = Path(tempfile.gettempdir(), "request.json")
         loader.write_request(request, what, self.ranks)
         try:
-            _accepted(
-                self.engine.update_weights_from_tensor(
-                    [(str(request), torch.zeros(1))], load_format=loader.FORMAT, flush_cache=False
-                )
+            message = UpdateWeightsFromTensorReqInput(
+                serialized_named_tensors=self.engine._serialize_tensors_per_rank(
+                    [(str(request), torch.zeros(1))], loader.FORMAT
+                ),
+                load_format=loader.FORMAT,
+                flush_cache=last,
+                weight_version=str(self.updating) if last else None,
             )
+            _accepted(self._run(self.engine.tokenizer_manager.update_weights_from_tensor(message)))
             return loader.read_reports(request, self.ranks)
         except RunError as error:
             self._give_up(str(error))
             raise
 
-    def end_update(self) -> dict[str, int]:
+    def end_update(self, in_place: Sequence[str]) -> dict[str, int]:
         if missing := sorted(self.expected - self.loaded):
             some = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
             self._give_up(f"the update brought no {some}")
             raise RunError(self.broken)
+        report = self._ask(loader.prove_request(in_place), last=True)
+        self.seconds["prove"] += report["seconds"]["prove"]
         _accepted(self.engine.end_weight_update())
         version, self.updating = self.updating, None
         self.version = int(version if version is not None else self.version)
-        flushed = self.engine.flush_cache()  # keys and values of the old weights must not serve the new ones
-        if not flushed.success:
-            self.broken = f"the cache of the old weights was not flushed ({flushed.message})"
-            raise RunError(self.broken)
-        renamed = UpdateWeightVersionReqInput(new_version=str(self.version), abort_all_requests=False)
-        self._run(self.engine.tokenizer_manager.update_weight_version(renamed))
-        return self.fingerprints
+        return self.fingerprints | report["fingerprints"]
 
     def _give_up(self, why: str) -> None:
         """Leave the update, so that another one can begin; until one succeeds nothing is sampled."""

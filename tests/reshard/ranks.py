@@ -5,15 +5,17 @@ from __future__ import annotations
 import multiprocessing
 import os
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megarl.reshard.bucket import BucketSpec
+from megarl.reshard.exposure import Exposure
 from megarl.reshard.link import Meeting, Outlet, Regions
 from megarl.reshard.stream import Stream
+from megarl.reshard.transfer import Member
 from tests.distributed import free_port
 
 LAYOUTS = {"tp2": {"tensor": 2}, "pp2": {"pipeline": 2}, "dp2": {"data": 2}, "ep2": {"data": 2, "expert": 2}}
@@ -49,6 +51,12 @@ class Ranks:
 
     def write_stream(self, stream: Stream) -> list[dict[str, int]]:
         return self._all("write_stream", stream)
+
+    def open(self, engines: Mapping[Member, Sequence[Exposure]]) -> list[dict[Member, int]]:
+        return self._all("open", dict(engines))
+
+    def write_in_place(self, members: Sequence[Member], prove: Mapping[str, str]) -> list[dict[str, int]]:
+        return self._all("write_in_place", list(members), dict(prove))
 
     def meeting_place(self) -> tuple[str, int]:
         return "127.0.0.1", free_port()
@@ -129,6 +137,21 @@ class _Server:
 
     def regions(self) -> Regions:
         return self.writer.regions()
+
+    def open(self, engines: dict[Member, list[Exposure]]) -> dict[Member, int]:
+        return self.writer.open(engines)
+
+    def write_in_place(self, members: list[Member], prove: dict[str, str]) -> dict[str, int]:
+        """What is frozen is not written."""
+        engines = self.writer._engines
+        self.writer._engines = {
+            member: opened._replace(pairs={n: p for n, p in opened.pairs.items() if n not in self._frozen})
+            for member, opened in engines.items()
+        }
+        try:
+            return self.writer.write_in_place(members, prove)
+        finally:
+            self.writer._engines = engines
 
     def link(self, meeting: Meeting) -> None:
         self._outlet = Outlet(meeting, self._rank, self.regions())

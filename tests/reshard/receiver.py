@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from threading import Thread
 
 from torch import Tensor
 
 from megarl.reshard.bucket import BucketSpec, BucketTensor
-from megarl.reshard.fingerprint import fingerprint
+from megarl.reshard.exposure import Exposure, Spot
+from megarl.reshard.fingerprint import combine, fingerprint, partial
 from megarl.reshard.link import Inlet, Meeting, Regions
 from megarl.reshard.stream import Control, Stream
+from megarl.reshard.transfer import Member
 
 
 class Receiver:
@@ -24,8 +27,8 @@ class Receiver:
         self.versions: list[int] = []
         self._fault = fault
 
-    def members(self) -> tuple[object, ...]:
-        return (self,)
+    def members(self) -> tuple[Member, ...]:
+        return ((id(self), 0),)
 
     def ranks(self) -> int:
         return 1
@@ -64,6 +67,63 @@ class Receiver:
         self.arrivals += views
         self.tensors |= {name: view.clone() for name, view in views.items()}
 
-    def end_update(self) -> list[dict[str, int]]:
+    def end_update(self, in_place: Sequence[str] = ()) -> list[dict[str, int]]:
+        assert not in_place
         self._fault(self.tensors)
         return [{name: fingerprint(tensor) for name, tensor in self.tensors.items()}]
+
+
+class Exposing(Receiver):
+    """An engine of two ranks whose weights lie where others can write to them: matrices are cut by rows or by columns, in turns, each
+    row with a gap behind it; vectors are whole on both ranks."""
+
+    exposures: list[Exposure]
+    fault: Callable[[dict[str, Tensor]], object] = staticmethod(lambda tensors: None)  # changes a rank's weights
+
+    def __init__(self, number: int = 0):
+        super().__init__()
+        self.number, self.starts = number, 1
+        self.exposed = 0  # how often it was asked
+
+    def members(self) -> tuple[Member, ...]:
+        return ((self.number, self.starts),)
+
+    def expose(self, tensors: Sequence[BucketTensor]) -> dict[Member, list[Exposure]]:
+        self.exposed += 1
+        self.exposures = [self._expose(tensors, rank) for rank in range(2)]
+        for name, region, view in self._parts():
+            view.copy_(self.tensors[name][region])
+        return {self.members()[0]: self.exposures}
+
+    def _expose(self, tensors: Sequence[BucketTensor], rank: int) -> Exposure:
+        spots, at = {}, 0
+        for number, item in enumerate(tensors):
+            shape, origin = list(item.shape), [0] * len(item.shape)
+            if len(shape) > 1:
+                half = shape[number % 2] // 2
+                shape[number % 2], origin[number % 2] = (half, shape[number % 2] - half)[rank], rank * half
+            stride = (shape[-1] + 3, 1)[-len(shape) :]
+            spots[item.name] = Spot(item.dtype, tuple(shape), stride, at, tuple(origin))
+            at += -(-shape[0] * stride[0] * 4 // 64) * 64
+        handle = os.memfd_create("test")
+        os.posix_fallocate(handle, 0, at)
+        return Exposure(f"/proc/{os.getpid()}/fd/{handle}", at, spots)
+
+    def _parts(self) -> Iterator[tuple[str, tuple[slice, ...], Tensor]]:
+        for exposure in self.exposures:
+            views = exposure.views()
+            self.fault(views)
+            for name, spot in exposure.spots.items():
+                ends = zip(spot.origin, spot.shape, strict=True)
+                yield name, tuple(slice(start, start + size) for start, size in ends), views[name]
+
+    def end_update(self, in_place: Sequence[str] = ()) -> list[dict[str, int]]:
+        if not in_place:
+            return super().end_update()
+        found: dict[str, dict[tuple[int, ...], int]] = {name: {} for name in in_place}
+        for name, region, view in self._parts():
+            if name in found:
+                origin = tuple(part.start for part in region)
+                value = partial(view, origin)
+                assert found[name].setdefault(origin, value) == value, f"the ranks hold {name} differently"
+        return [{name: combine(list(parts.values())) for name, parts in found.items()}]

@@ -9,7 +9,8 @@ from safetensors.torch import load_file
 
 from megarl.batch.sample import Prompt
 from megarl.errors import RunError, UserError
-from megarl.reshard.bucket import BucketSpec
+from megarl.reshard.bucket import BucketSpec, BucketTensor
+from megarl.reshard.exposure import meeting
 from megarl.reshard.fingerprint import fingerprint
 from megarl.rollout.group import begin
 from megarl.rollout.sampling import Ask, Sampling
@@ -46,6 +47,23 @@ def update(engine, tensors, directory, version, **options):
     for spec in buckets(tensors, directory, **options):
         engine.load_buckets([spec])
     return engine.end_update()
+
+
+def write_in_place(engine, first, second, directory):
+    """`first` by buckets, then `second` straight into the engine's weights; the fingerprints that the engine took of these."""
+    engine.begin_update(1)
+    for spec in buckets(first, directory):
+        engine.load_buckets([spec])
+    exposures = engine.expose([BucketTensor(n, "float32", tuple(t.shape), 0) for n, t in first.items()])
+    engine.end_update()
+    engine.begin_update(2)
+    for exposure in exposures:
+        views = exposure.views()
+        assert views.keys() == second.keys()
+        for name, spot in exposure.spots.items():
+            here, there = meeting([slice(0, size) for size in second[name].shape], spot)
+            views[name][there].copy_(second[name][here])
+    return engine.end_update(list(second))
 
 
 @pytest.fixture
@@ -212,6 +230,22 @@ def test_faults_that_fit_show_in_the_fingerprints(restored, folder, other_folder
     }[fault]
     prints = update(restored, {**right, **wrong}, shared, 2)
     assert {name for name, value in prints.items() if value != fingerprint(right[name])} == set(wrong)
+
+
+def test_weights_written_in_place_are_what_it_samples_from_and_proved(
+    restored, folder, other_folder, shared, reference
+):
+    written = write_in_place(restored, tensors_of(folder), tensors_of(other_folder), shared)
+    assert written == {name: fingerprint(tensor) for name, tensor in tensors_of(other_folder).items()}
+    samples = restored.generate(PROMPTS, Sampling(n=2, max_new_tokens=8))
+    assert worst(samples, other_folder, reference) <= 1e-5
+    assert {s.weight_version for s in samples} == {2}
+
+
+def test_what_was_not_exposed_is_not_proved(restored):
+    restored.begin_update(1)
+    with pytest.raises(RunError, match="nothing.weight was not exposed"):
+        restored.end_update(["nothing.weight"])
 
 
 def test_updates_outside_of_a_bracket_are_refused(restored, folder, shared):

@@ -1,0 +1,88 @@
+"""An engine's own weights in memory that other processes of its machine can map: ranks write their slices straight into them.
+
+Nothing lies between, so a sync copies every byte once. Which part of which tensor lies where is known from the engine's own
+parameters; that this is true was proved by the update before, which went through SGLang's own loader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from megarl.errors import RunError
+
+
+class Spot(NamedTuple):
+    """The part of a checkpoint's tensor that one rank of an engine has."""
+
+    dtype: str  # as torch names it, without "torch.": "bfloat16"
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]  # elements
+    offset: int  # bytes from the start of the memory
+    origin: tuple[int, ...]  # where its first element lies in the checkpoint's tensor
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * getattr(torch, self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class Exposure:
+    """What one rank of an engine exposes. `path`: a file that all processes of the user can map while that rank lives."""
+
+    path: str
+    size: int  # bytes
+    spots: Mapping[str, Spot]  # by the checkpoint's name
+
+    @property
+    def nbytes(self) -> int:
+        """Of all spots together."""
+        return sum(spot.nbytes for spot in self.spots.values())
+
+    def views(self) -> dict[str, torch.Tensor]:
+        """Map the memory and return the engine's weights: whoever writes to them changes the engine.
+
+        Raises RunError where the engine's rank is gone or the memory may not be mapped.
+        """
+        if not Path(self.path).exists():
+            raise RunError(
+                f"the weights of an engine at {self.path} cannot be mapped: the engine is gone, or ranks run as another user or "
+                "in another container; then set reshard.in_place=false"
+            )
+        memory = torch.from_file(self.path, shared=True, size=self.size, dtype=torch.uint8)
+        return {name: _view(memory, spot) for name, spot in self.spots.items()}
+
+    def to_json(self) -> dict[str, Any]:
+        return vars(self) | {"spots": {name: list(spot) for name, spot in self.spots.items()}}
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> Exposure:
+        spots = {
+            name: Spot(dtype, tuple(shape), tuple(stride), offset, tuple(origin))
+            for name, (dtype, shape, stride, offset, origin) in raw["spots"].items()
+        }
+        return cls(raw["path"], raw["size"], spots)
+
+
+def _view(memory: torch.Tensor, spot: Spot) -> torch.Tensor:
+    elements = memory[spot.offset :].view(torch.uint8)
+    dtype: torch.dtype = getattr(torch, spot.dtype)
+    elements = elements[: len(elements) // dtype.itemsize * dtype.itemsize].view(dtype)
+    return elements.as_strided(spot.shape, spot.stride, elements.storage_offset())
+
+
+def meeting(region: Sequence[slice], spot: Spot) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """What a region of a checkpoint's tensor and a spot have in common, as indices into the one and into the other; None: nothing."""
+    ours, theirs = [], []
+    for part, start, size in zip(region, spot.origin, spot.shape, strict=True):
+        first, last = max(part.start, start), min(part.stop, start + size)
+        if first >= last:
+            return None
+        ours.append(slice(first - part.start, last - part.start))
+        theirs.append(slice(first - start, last - start))
+    return tuple(ours), tuple(theirs)
