@@ -18,7 +18,7 @@ from megarl.reshard.fingerprint import combine
 
 Member = tuple[int, int]  # an engine's place among all, and how often it was started
 
-SAMPLED = 32  # "sampled" proves every so manieth tensor, others each time
+SAMPLED = 64  # "sampled" proves every so manieth tensor, others each time
 
 
 class Writers(Protocol):
@@ -107,7 +107,8 @@ class Transfer(ABC):
         full = self._turn % self._full_every == 0 if self._full_every else self._turn == 0
         if self._verify == "full" or full:
             return set(names)
-        return set(names[self._turn % SAMPLED :: SAMPLED])
+        every = min(SAMPLED, len(names))
+        return set(names[self._turn % every :: every])
 
     @staticmethod
     def _asking(bucket: BucketSpec, proved: set[str]) -> BucketSpec:

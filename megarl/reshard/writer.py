@@ -12,6 +12,7 @@ from megarl.bridge.layout import Copy
 from megarl.bridge.model_map import Parameter
 from megarl.megatron.parallel import Place
 from megarl.reshard.bucket import BucketSpec
+from megarl.reshard.copying import copy_all
 from megarl.reshard.exposure import Exposure, meeting
 from megarl.reshard.fingerprint import combine, partial
 from megarl.reshard.link import Outlet, Region
@@ -103,14 +104,8 @@ class ShardWriter:
     def write_in_place(self, members: Sequence[Member], prove: Mapping[str, str]) -> dict[str, int]:
         """Write this rank's slices into engines that are `open`, in the engines' dtype; its shares of the fingerprints of the tensors
         to `prove`, taken of its own weights in the dtypes that stand beside their names."""
-        shares: dict[str, int] = {}
-        for name, pieces in self._slices.items():
-            for member in members:
-                for there, here in self._engines[member].pairs.get(name, ()):
-                    there.copy_(here)
-            if name in prove:
-                shares[name] = _share(pieces, getattr(torch, prove[name]))
-        return shares
+        copy_all(pair for member in members for pairs in self._engines[member].pairs.values() for pair in pairs)
+        return {n: _share(self._slices[n], getattr(torch, kind)) for n, kind in prove.items() if n in self._slices}
 
     def _copy(self, bucket: BucketSpec) -> None:
         if any(item.name in self._slices for item in bucket.tensors):

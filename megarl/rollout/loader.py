@@ -1,13 +1,14 @@
 """What runs inside SGLang's schedulers, one a tensor-parallel rank, when weights arrive: it takes a bucket into the model.
 
 SGLang calls `load` for `update_weights_from_tensor(load_format="megarl.rollout.loader.load")`. The tensors of that call are
-placeholders; their names are paths of request files (see `write_request`). SGLang answers "Success" whatever happens here, and
+placeholders; their names are paths of files that hold a request. SGLang answers "Success" whatever happens here, and
 skips names that it does not know in silence, so every bucket is checked before and read back after, and every rank writes the
 outcome to a report file beside the request.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import time
@@ -28,6 +29,7 @@ from megarl.rollout.exposing import Memory
 from megarl.rollout.shards import Shard, shards_of
 
 FORMAT = "megarl.rollout.loader.load"
+FINISH = "megarl_finish"  # `finish`, as a method of SGLang's scheduler
 
 _NOTHING: dict[str, Any] = {"parts": [], "expected": [], "seconds": {"load": 0.0, "prove": 0.0}}  # a report of no news
 
@@ -59,13 +61,6 @@ def expose_request(tensors: Sequence[BucketTensor]) -> str:
 def prove_request(names: Sequence[str]) -> str:
     """Take fingerprints of tensors that were exposed."""
     return json.dumps({"prove": list(names)})
-
-
-def write_request(path: Path, request: str, ranks: int) -> None:
-    """Write what `load` will read at `path`, and forget older reports."""
-    for rank in range(ranks):
-        _report_path(path, rank).unlink(missing_ok=True)
-    path.write_text(request)
 
 
 def read_reports(request: Path, ranks: int) -> dict[str, Any]:
@@ -106,19 +101,60 @@ def _report_path(request: Path, rank: int) -> Path:
     return request.with_suffix(f".report-{rank}")
 
 
+def _offer_finish() -> None:
+    """Let SGLang's `collective_rpc` reach `finish`."""
+    from sglang.srt.managers.scheduler import Scheduler
+
+    setattr(Scheduler, FINISH, finish)
+
+
+def finish(scheduler: Any, request: str, version: str) -> None:
+    """A method of SGLang's scheduler that ends an update in which weights were written in place: what was cached under the old ones is
+    forgotten, fingerprints are taken as `request` asks, and the new ones get their version. The outcome is in its report."""
+    from sglang.srt.runtime_context import get_parallel
+
+    path = Path(request)
+    if scheduler.flush_cache(empty_cache=False):
+        report = _reported(lambda: _proved(json.loads(path.read_text())["prove"]))
+        scheduler.record_weight_version_change(version)
+    else:
+        report = {"error": "the cache of the old weights was not flushed: responses are still being sampled"}
+    _write_report(path, get_parallel().tp_rank, report)
+
+
 def load(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
     """SGLang's custom weight loader. Never raises: an exception here would end the scheduler."""
     from sglang.srt.runtime_context import get_parallel
 
+    _ask_once()
     rank = get_parallel().tp_rank
     for path, _ in named_tensors:
-        try:
-            report = _done(model, json.loads(Path(path).read_text()), rank)
-        except Exception as error:  # noqa: BLE001  raising here would end the scheduler
-            report = {"error": str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"}
-        unfinished = Path(path).with_suffix(f".writing-{rank}")
-        unfinished.write_text(json.dumps(report))
-        os.replace(unfinished, _report_path(Path(path), rank))
+        report = _reported(lambda path=path: _done(model, json.loads(Path(path).read_text()), rank))
+        _write_report(Path(path), rank, report)
+
+
+def _reported(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    try:
+        return work()
+    except Exception as error:  # noqa: BLE001  raising here would end the scheduler
+        return {"error": str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"}
+
+
+def _write_report(request: Path, rank: int, report: dict[str, Any]) -> None:
+    unfinished = request.with_suffix(f".writing-{rank}")
+    unfinished.write_text(json.dumps(report))
+    os.replace(unfinished, _report_path(request, rank))
+
+
+def _ask_once() -> None:
+    """Before each update SGLang looks through all modules for caches that would not follow new weights: as long as copying 50 MB.
+    What it looks for is settled when the model is built, so it need not look again."""
+    from sglang.srt.model_executor.model_runner_components import weight_updater
+
+    if not hasattr(weight_updater._unsupported_derived_weight_cache_error, "cache_info"):
+        weight_updater._unsupported_derived_weight_cache_error = functools.cache(
+            weight_updater._unsupported_derived_weight_cache_error
+        )
 
 
 def _done(model: torch.nn.Module, request: dict[str, Any], rank: int) -> dict[str, Any]:
@@ -127,6 +163,7 @@ def _done(model: torch.nn.Module, request: dict[str, Any], rank: int) -> dict[st
         return _proved(request["prove"])
     if "expose" in request:
         _memory = _memory or Memory(model)
+        _offer_finish()
         exposure = _memory.expose(model, [(name, tuple(shape)) for name, shape in request["expose"]])
         return _NOTHING | {"exposed": exposure.to_json()}
     if "buckets" in request:

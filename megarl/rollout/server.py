@@ -7,6 +7,7 @@ import difflib
 import functools
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -75,6 +76,8 @@ class Server:
         )
         self.version = 0
         self.updating: int | None = None  # the version that is being loaded
+        self._exposed = False  # whether ranks can write into its weights
+        self._opened = False  # whether SGLang knows of it: it is told with what else it is told first
         self.broken = ""  # why the weights can not be trusted
         self.expected: set[str] = set()
         self.loaded: set[str] = set()
@@ -144,7 +147,8 @@ class Server:
     def begin_update(self, version: int) -> None:
         if len(self.requests):
             raise RunError(f"{len(self.requests)} responses are still being sampled")
-        _accepted(self.engine.begin_weight_update())
+        if self.updating is not None:
+            raise RunError(f"the update to weight version {self.updating} is already open")
         self.updating, self.broken = version, ""
         self.expected, self.loaded, self.fingerprints = set(), set(), {}
         self.seconds = dict.fromkeys(self.seconds, 0.0)
@@ -159,7 +163,9 @@ class Server:
         self._take(loader.stream_request(stream, first), stream.buckets)
 
     def expose(self, tensors: Sequence[BucketTensor]) -> list[Exposure]:
-        return self._ask(loader.expose_request(tensors))["exposed"]
+        exposed = self._ask(loader.expose_request(tensors))["exposed"]
+        self._exposed = True
+        return exposed
 
     def _take(self, request: str, buckets: Sequence[BucketSpec]) -> None:
         report = self._ask(request)
@@ -172,40 +178,74 @@ class Server:
     def _ask(self, what: str, last: bool = False) -> dict[str, Any]:
         """What the schedulers' loaders answer together. `last` of an update: keys and values of the old weights must not serve the new
         ones and are forgotten, and the new weights get their version."""
-        request = Path(tempfile.gettempdir(), "request.json")
-        loader.write_request(request, what, self.ranks)
-        try:
+
+        def send(request: Path) -> None:
+            if not self._opened:
+                _accepted(self.engine.begin_weight_update())
+                self._opened = True
             message = UpdateWeightsFromTensorReqInput(
                 serialized_named_tensors=self.engine._serialize_tensors_per_rank(
-                    [(str(request), torch.zeros(1))], loader.FORMAT
+                    [(str(request), torch.empty(0))], loader.FORMAT
                 ),
                 load_format=loader.FORMAT,
                 flush_cache=last,
                 weight_version=str(self.updating) if last else None,
             )
             _accepted(self._run(self.engine.tokenizer_manager.update_weights_from_tensor(message)))
+
+        return self._answered(what, send)
+
+    def _finish(self, in_place: Sequence[str]) -> dict[str, Any]:
+        """As the `last` of an update in which SGLang was given nothing: one message instead of the three that it needs for weights."""
+
+        def send(request: Path) -> None:
+            try:
+                self.engine.collective_rpc(loader.FINISH, request=str(request), version=str(self.updating))
+            except AssertionError as error:  # SGLang's way to say what a scheduler raised
+                raise RunError(str(error)) from error
+            self.engine.tokenizer_manager._update_weight_version_if_provided(str(self.updating))
+
+        return self._answered(loader.prove_request(in_place), send)
+
+    def _answered(self, what: str, send: Callable[[Path], None]) -> dict[str, Any]:
+        if self.updating is None:
+            raise RunError("no weight update was begun")
+        folder = tempfile.mkdtemp(prefix="request-")  # a file that is written again waits for the disk
+        request = Path(folder, "request.json")
+        request.write_text(what)
+        try:
+            send(request)
             return loader.read_reports(request, self.ranks)
         except RunError as error:
             self._give_up(str(error))
             raise
+        finally:
+            shutil.rmtree(folder)
 
     def end_update(self, in_place: Sequence[str]) -> dict[str, int]:
         if missing := sorted(self.expected - self.loaded):
             some = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
             self._give_up(f"the update brought no {some}")
             raise RunError(self.broken)
-        report = self._ask(loader.prove_request(in_place), last=True)
+        if not (self._opened or self._exposed or self.updating is None):
+            self._give_up("the update brought no weights")
+            raise RunError(self.broken)
+        report = self._ask(loader.prove_request([]), last=True) if self._opened else self._finish(in_place)
         self.seconds["prove"] += report["seconds"]["prove"]
-        _accepted(self.engine.end_weight_update())
-        version, self.updating = self.updating, None
-        self.version = int(version if version is not None else self.version)
+        self._close()
+        self.version, self.updating = self.updating, None
         return self.fingerprints | report["fingerprints"]
 
     def _give_up(self, why: str) -> None:
         """Leave the update, so that another one can begin; until one succeeds nothing is sampled."""
         if self.updating is not None:
-            self.engine.end_weight_update()
+            self._close()
             self.broken, self.updating = why, None
+
+    def _close(self) -> None:
+        if self._opened:
+            _accepted(self.engine.end_weight_update())
+            self._opened = False
 
     def release_memory(self) -> None:
         self.engine.release_memory_occupation()
