@@ -88,6 +88,12 @@ class Copy(NamedTuple):
             region = region[0]
         return region.t() if self.transposed else region
 
+    def back(self, part: Tensor) -> Tensor:
+        """The other way round: a view of `tensor[local]` that has the shape of the region of the Hugging Face tensor."""
+        if self.transposed:
+            part = part.t()
+        return part[None] if self.fused else part
+
 
 class Part(NamedTuple):
     """A run of rows of a Hugging Face tensor that is cut by itself, mostly all of them: of gate over up in one tensor each half."""

@@ -79,10 +79,13 @@ def _view(memory: torch.Tensor, spot: Spot) -> torch.Tensor:
 def meeting(region: Sequence[slice], spot: Spot) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
     """What a region of a checkpoint's tensor and a spot have in common, as indices into the one and into the other; None: nothing."""
     ours, theirs = [], []
-    for part, start, size in zip(region, spot.origin, spot.shape, strict=True):
-        first, last = max(part.start, start), min(part.stop, start + size)
-        if first >= last:
+    for part, origin, size in zip(region, spot.origin, spot.shape, strict=True):
+        step = part.step or 1  # rows of gate and up may take turns
+        first = max(0, -(-(origin - part.start) // step))
+        count = len(range(part.start + first * step, min(part.stop, origin + size), step))
+        if not count:
             return None
-        ours.append(slice(first - part.start, last - part.start))
-        theirs.append(slice(first - start, last - start))
+        start = part.start + first * step - origin
+        ours.append(slice(first, first + count))
+        theirs.append(slice(start, start + (count - 1) * step + 1, step))
     return tuple(ours), tuple(theirs)

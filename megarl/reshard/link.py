@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megarl.reshard.bucket import ALIGN, BucketTensor
 
-Region = tuple[tuple[int, int], ...]  # (start, stop) along each dimension of a checkpoint's tensor
+Region = tuple[tuple[int, int, int], ...]  # (start, stop, step) along each dimension of a checkpoint's tensor
 Regions = Mapping[str, Sequence[Region]]  # what one rank has of which tensor
 
 
@@ -48,7 +48,7 @@ def _layout(tensors: Sequence[BucketTensor], regions: Regions) -> tuple[list[_Pi
     for item in tensors:
         dtype = getattr(torch, item.dtype)
         for number, region in enumerate(regions.get(item.name, ())):
-            shape = tuple(stop - start for start, stop in region)
+            shape = tuple(len(range(*ends)) for ends in region)
             pieces.append(_Piece(item.name, number, region, dtype, shape, at))
             at += -(-prod(shape) * dtype.itemsize // ALIGN) * ALIGN
     return pieces, at
@@ -159,7 +159,7 @@ class Inlet:
     def _assemble(self, number: int, messages: list[tuple[list[_Piece], torch.Tensor]]) -> dict[str, torch.Tensor]:
         """What came whole stays where it is; the rest is put together in a buffer of its own."""
         tensors = self._plan[number]
-        whole = {item.name: tuple((0, size) for size in item.shape) for item in tensors}
+        whole = {item.name: tuple((0, size, 1) for size in item.shape) for item in tensors}
         found = {p.name: _view(m, p) for pieces, m in messages for p in pieces if p.region == whole[p.name]}
         cut = [item for item in tensors if item.name not in found]
         sizes = [-(-item.nbytes // ALIGN) * ALIGN for item in cut]

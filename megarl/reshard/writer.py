@@ -94,10 +94,9 @@ class ShardWriter:
             views = exposure.views()
             for name, spot in exposure.spots.items():
                 for piece in self._slices.get(name, ()):
-                    _refuse_fused(piece.copy)
                     if common := meeting(piece.copy.hf, spot):
                         ours, theirs = common
-                        pairs[name].append((views[name][theirs], piece.tensor[piece.copy.local][ours]))
+                        pairs[name].append((views[name][theirs], _region(piece)[ours]))
         return pairs
 
     @torch.no_grad()
@@ -120,7 +119,7 @@ class ShardWriter:
     def regions(self) -> dict[str, list[Region]]:
         """What this rank answers for."""
         return {
-            name: [tuple((s.start, s.stop) for s in piece.copy.hf) for piece in pieces]
+            name: [tuple((s.start, s.stop, s.step or 1) for s in piece.copy.hf) for piece in pieces]
             for name, pieces in self._slices.items()
         }
 
@@ -130,7 +129,7 @@ class ShardWriter:
         shares: dict[str, int] = {}
         for bucket in buckets:
             held = [item.name for item in bucket.tensors if item.name in self._slices]
-            outlet.send(bucket.tensors, {name: [p.tensor[p.copy.local] for p in self._slices[name]] for name in held})
+            outlet.send(bucket.tensors, {name: [_region(p) for p in self._slices[name]] for name in held})
             shares |= self._shares(bucket)  # while it is under way
         outlet.flush()
         return shares
@@ -141,14 +140,20 @@ class ShardWriter:
         return {name: _share(self._slices[name], dtype) for name in names if name in self._slices}
 
 
+def _region(piece: _Slice) -> torch.Tensor:
+    """As it stands in the checkpoint's tensor."""
+    return piece.copy.back(piece.tensor[piece.copy.local])
+
+
 def _share(pieces: Sequence[_Slice], dtype: torch.dtype) -> int:
-    for piece in pieces:
-        _refuse_fused(piece.copy)
-    return combine([partial(p.tensor[p.copy.local].to(dtype), [s.start for s in p.copy.hf]) for p in pieces])
+    return combine([partial(_spread(p, dtype), [s.start for s in p.copy.hf]) for p in pieces])
 
 
-def _refuse_fused(copy: Copy) -> None:
-    if copy.fused or copy.transposed:
-        raise ValueError(
-            f"{copy.hf_name}: experts that the checkpoint has in one tensor can neither be proved nor placed"
-        )
+def _spread(piece: _Slice, dtype: torch.dtype) -> torch.Tensor:
+    """A region with all that lies between its rows, which counts as zeros: where gate and up take turns, the other's."""
+    region, steps = _region(piece).to(dtype), [s.step or 1 for s in piece.copy.hf]
+    if all(step == 1 for step in steps):
+        return region
+    whole = region.new_zeros([s.stop - s.start for s in piece.copy.hf])
+    whole[tuple(slice(None, None, step) for step in steps)] = region
+    return whole

@@ -174,7 +174,7 @@ def _done(model: torch.nn.Module, request: dict[str, Any], rank: int) -> dict[st
     _inlet = None  # the group before it, with its threads
     asked = request["link"]
     sources = [
-        {name: [tuple((a, b) for a, b in region) for region in regions] for name, regions in source.items()}
+        {name: [tuple((a, b, step) for a, b, step in region) for region in regions] for name, regions in source.items()}
         for source in asked["sources"]
     ]
     plan = [[BucketTensor.of(item) for item in tensors] for tensors in asked["plan"]]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megarl.models.tiny import make_tiny
-from tests.reshard.ranks import FAMILY, LAYOUTS, Ranks
+from tests.reshard.ranks import FAMILY, FUSED, LAYOUTS, Ranks
 
 
 @pytest.fixture(scope="package")
@@ -24,7 +24,7 @@ def ranks(folder: Callable[[str], Path]) -> Iterator[Callable[[str], Ranks]]:
 
     def of(layout: str) -> Ranks:
         if layout not in started:
-            started[layout] = Ranks(folder(layout), **LAYOUTS[layout])
+            started[layout] = Ranks(folder(layout), **(LAYOUTS | FUSED)[layout])
         return started[layout]
 
     yield of

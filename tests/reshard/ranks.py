@@ -20,7 +20,8 @@ from tests.distributed import free_port
 
 LAYOUTS = {"tp2": {"tensor": 2}, "pp2": {"pipeline": 2}, "dp2": {"data": 2}, "ep2": {"data": 2, "expert": 2}}
 # biases; tied with a copy on the last stage; norms of queries and keys; experts
-FAMILY = {"tp2": "qwen2-untied", "pp2": "qwen2", "dp2": "qwen3", "ep2": "qwen3-moe"}
+FAMILY = {"tp2": "qwen2-untied", "pp2": "qwen2", "dp2": "qwen3", "ep2": "qwen3-moe", "fused": "gpt-oss"}
+FUSED = {"fused": {"data": 2, "expert": 2}}  # a layer's experts in one tensor, transposed, rows of gate and up by turns
 
 
 class Ranks:

@@ -102,7 +102,8 @@ class Exposing(Receiver):
             if len(shape) > 1:
                 half = shape[number % 2] // 2
                 shape[number % 2], origin[number % 2] = (half, shape[number % 2] - half)[rank], rank * half
-            stride = (shape[-1] + 3, 1)[-len(shape) :]
+            row = shape[-1] + 3
+            stride = (shape[-2] * row, row, 1)[-len(shape) :] if len(shape) > 1 else (1,)
             spots[item.name] = Spot(item.dtype, tuple(shape), stride, at, tuple(origin))
             at += -(-shape[0] * stride[0] * 4 // 64) * 64
         handle = os.memfd_create("test")

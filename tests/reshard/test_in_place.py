@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from megarl.bridge.model_map import ModelMap
 from megarl.errors import RunError
 from megarl.reshard.colocated import Colocated
 from megarl.reshard.exposure import Exposure, Spot, meeting
-from tests.reshard.ranks import LAYOUTS
+from tests.reshard.ranks import FUSED, LAYOUTS
 from tests.reshard.receiver import Exposing, Receiver
 
 FULL = "model.layers.2.mlp.up_proj.weight"
@@ -40,7 +41,7 @@ def held(moving: Colocated) -> int:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, *FUSED])
 def test_changed_weights_arrive_bit_exact(transfer, ranks, folder, layout: str, dtype: str) -> None:
     group, engine, other = ranks(layout), Exposing(), Receiver()
     moving, buckets = transfer(folder(layout), dtype=dtype), transfer(folder(layout), dtype=dtype, in_place=False)
@@ -129,10 +130,17 @@ def test_weights_of_an_engine_that_is_gone_are_one_sentence() -> None:
     assert Exposure.from_json(exposure.to_json()) == exposure
 
 
-def test_where_a_region_and_a_spot_meet() -> None:
-    spot = Spot("float32", (4, 6), (6, 1), 0, (10, 3))
-    assert meeting((slice(0, 10), slice(0, 9)), spot) is None
-    assert meeting((slice(8, 12), slice(5, 20)), spot) == (
-        (slice(2, 4), slice(0, 4)),
-        (slice(0, 2), slice(2, 6)),
-    )
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_where_a_region_and_a_spot_meet(step: int) -> None:
+    whole = torch.arange(20 * 11).view(20, 11)
+    for start, stop, origin, size in itertools.product((0, 3, 8), (9, 16, 20), (0, 5, 9), (2, 7, 11)):
+        region, spot = (slice(start, stop, step), slice(2, 11)), Spot("int64", (size, 6), (6, 1), 0, (origin, 0))
+        part = whole[origin : origin + size, :6]
+        expected = sorted(set(whole[region].flatten().tolist()) & set(part.flatten().tolist()))
+        common = meeting(region, spot)
+        if common is None:
+            assert not expected
+            continue
+        ours, theirs = common
+        assert torch.equal(whole[region][ours], part[theirs])
+        assert part[theirs].flatten().tolist() == expected

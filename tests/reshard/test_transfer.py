@@ -18,7 +18,7 @@ from megarl.reshard.disk import Disk
 from megarl.reshard.distributed import Distributed
 from megarl.reshard.fingerprint import combine, fingerprint
 from megarl.reshard.transfer import SAMPLED, Transfer
-from tests.reshard.ranks import LAYOUTS
+from tests.reshard.ranks import FUSED, LAYOUTS
 from tests.reshard.receiver import Receiver
 
 FULL = "model.layers.2.mlp.up_proj.weight"
@@ -48,7 +48,7 @@ def transfer(tmp_path: Path) -> Iterator[Callable[..., Transfer]]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.slow) for name in FUSED)])
 @pytest.mark.parametrize("kind", TRANSPORTS)
 def test_every_tensor_arrives_bit_exact(transfer, ranks, folder, kind: str, layout: str, dtype: str) -> None:
     source = folder(layout)
