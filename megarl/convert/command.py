@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 DTYPES = ("float32", "bfloat16", "float16")
-_CONFIG = "the Hugging Face folder of the model that was trained, where a checkpoint has no config.json of its own"
+_CONFIG = (
+    "the Hugging Face folder of the model that was trained, where a checkpoint has no config.json of its own or lacks layers for "
+    "multi-token prediction"
+)
 
 
 def add_commands(parser: argparse.ArgumentParser) -> None:

@@ -20,6 +20,7 @@ from megarl.bridge.model_map import ModelMap
 from megarl.bridge.quantised import QuantisedReader
 from megarl.bridge.raw_io import Run, reading
 from megarl.bridge.torch_dist import CONFIG, DistReader, is_checkpoint, resolve
+from megarl.convert.carried import CarriedReader
 from megarl.errors import UserError
 
 
@@ -53,6 +54,7 @@ class Source:
     model: ModelMap
     reader: Reader
     quantised: str | None = None  # how the weights are stored, which are read as bfloat16
+    ahead: Path | None = None  # where layers for multi-token prediction are, of a checkpoint that has none
 
     @property
     def notes(self) -> list[str]:
@@ -60,9 +62,12 @@ class Source:
         said = []
         if self.quantised:
             said.append(f"the weights of {self.folder} are quantised ({self.quantised}) and are taken as bfloat16")
-        if self.model.ahead and not self.model.dims.mtp:
+        if self.ahead:
+            said.append(f"the layers for multi-token prediction are those of {self.ahead}: {self.folder} has none")
+        elif self.model.ahead and not self.model.dims.mtp:
+            more = "; --config with the folder that was trained brings them" if self.kind == "megatron" else ""
             said.append(
-                f"{self.folder} has none of the layers for multi-token prediction that its config.json tells of"
+                f"{self.folder} has none of the layers for multi-token prediction that its config.json tells of{more}"
             )
         return said
 
@@ -72,9 +77,16 @@ class Source:
 
     def identity(self) -> dict[str, Any]:
         """What tells whether the files are those that they were."""
-        files = [*self.folder.glob("*.safetensors"), *self.folder.glob("*.distcp"), *self.folder.glob(".metadata")]
-        stats = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in sorted(files)}
-        return {"folder": str(self.folder.absolute()), "files": stats, "config": dict(self.config)}
+        found = {"folder": str(self.folder.absolute()), "files": _stats(self.folder), "config": dict(self.config)}
+        if self.ahead is not None:
+            found |= {"ahead": str(self.ahead.absolute()), "ahead files": _stats(self.ahead)}
+        return found
+
+
+def _stats(folder: Path) -> dict[str, list[int]]:
+    """Size and time of each file of weights."""
+    files = [*folder.glob("*.safetensors"), *folder.glob("*.distcp"), *folder.glob(".metadata")]
+    return {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in sorted(files)}
 
 
 def open_source(folder: Path, config: Path | None = None) -> Source:
@@ -91,7 +103,7 @@ def open_hf(folder: Path) -> Source:
 
 def open_megatron(folder: Path, config: Path | None = None) -> Source:
     """A torch_dist checkpoint. `config`: the Hugging Face folder of the model that was trained, where the checkpoint has no
-    config.json of its own."""
+    config.json of its own, or lacks layers for multi-token prediction, which training leaves out: they are that folder's then."""
     with reading(folder):
         return _megatron(folder, config)
 
@@ -131,6 +143,12 @@ def _megatron(folder: Path, config: Path | None) -> Source:
     model = ModelMap.from_hf(said, head, dist.tensors)
     reader = MegatronReader(dist, model)
     reader.check(model)
+    if config is not None and head is None and model.ahead and not model.dims.mtp and any(config.glob("*.safetensors")):
+        trained = _hf(config)
+        if trained.model.dims.mtp:
+            dtypes = {name: reader.dtype(name) for name in model.hf_shapes}
+            carried = CarriedReader(reader, trained.reader, trained.model, main_dtype(dtypes, model.hf_shapes))
+            return Source("megatron", checkpoint, texts, said, None, trained.model, carried, ahead=config)
     return Source("megatron", checkpoint, texts, said, head, model, reader)
 
 

@@ -155,11 +155,44 @@ def test_layers_that_config_json_tells_of_and_nobody_has_are_noted(
     checkpoint = hf_to_megatron(source, tmp_path / "megatron", ANYTHING)
     said = f"{source} has none of the layers for multi-token prediction that its config.json tells of"
     assert f"note: {said}\n" in capsys.readouterr().err
-    assert verify(source, checkpoint, show=False).notes[0] == said
+    assert verify(source, checkpoint, show=False).notes[:2] == [
+        said,
+        f"{checkpoint}{said.removeprefix(str(source))}; --config with the folder that was trained brings them",
+    ]
     back = megatron_to_hf(checkpoint, tmp_path / "back", ANYTHING, show=False)
     one, other = load_file(source / "model.safetensors"), load_file(back / "model.safetensors")
     assert one.keys() == other.keys()
     assert all(torch.equal(bits(one[key]), bits(other[key])) for key in one)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_layers_that_training_left_out_come_from_the_folder_that_was_trained(
+    dtype: torch.dtype, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What an export of the training does: other weights of the model, the layers as they were, in the dtype of the rest."""
+    config = tiny_config("deepseek", num_nextn_predict_layers=1)
+    trained = written_folder(config, tmp_path / "trained", torch.bfloat16, names=MTP_NAMES)
+    plain = written_folder(config, tmp_path / "plain", dtype)
+    learned, before = (load_file(folder / "model.safetensors") for folder in (plain, trained))
+    checkpoint = hf_to_megatron(plain, tmp_path / "megatron", ANYTHING, show=False)
+    back = megatron_to_hf(checkpoint, tmp_path / "back", ANYTHING, config=trained)
+    said = f"the layers for multi-token prediction are those of {trained}: {checkpoint} has none"
+    assert f"note: {said}\n" in capsys.readouterr().err
+    after = load_file(back / "model.safetensors")
+    assert after.keys() == before.keys() > learned.keys()
+    kept = ModelMap.from_hf(config, names=MTP_NAMES).float32
+    for name, tensor in after.items():
+        want = learned[name] if name in learned else before[name].to(torch.float32 if name in kept else dtype)
+        assert torch.equal(bits(tensor), bits(want)), name
+    result = verify(back, checkpoint, trained, show=False)
+    assert (result.differences, result.notes[0], result.tensors) == ([], said, len(before))
+    # Without it, and with a folder that has no weights, it is told what would help.
+    (tmp_path / "texts").mkdir()
+    shutil.copy(trained / "config.json", tmp_path / "texts")
+    for folder in (None, tmp_path / "texts"):
+        source = open_source(checkpoint, folder)
+        assert source.notes[0].endswith("--config with the folder that was trained brings them")
+        assert source.model.hf_shapes.keys() == learned.keys()
 
 
 @pytest.mark.parametrize("make", [gpt_oss, deepseek])
