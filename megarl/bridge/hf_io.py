@@ -19,7 +19,8 @@ from torch import Tensor
 from megarl.bridge.folders import new_folder
 from megarl.bridge.layout import Cut, Shape, Where
 from megarl.bridge.model_map import ModelMap, Parameter
-from megarl.bridge.raw_io import Run, WriteBehind, copy_run, raw, read_exactly, reading
+from megarl.bridge.out_file import BlockFile, Blocks, Look, PlainFile
+from megarl.bridge.raw_io import Run, raw, read_exactly, reading
 from megarl.errors import RunError, UserError
 
 INDEX = "model.safetensors.index.json"
@@ -274,10 +275,15 @@ def write_index(
 
 
 class ShardFile:
-    """One file of safetensors with a place for each of `names`."""
+    """One file of safetensors with a place for each of `names`. With `blocks` they come in this order, and `copy` may be used."""
 
     def __init__(
-        self, path: Path, names: Iterable[str], shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype]
+        self,
+        path: Path,
+        names: Iterable[str],
+        shapes: Mapping[str, Shape],
+        dtypes: Mapping[str, torch.dtype],
+        blocks: Blocks | None = None,
     ):
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
@@ -287,8 +293,7 @@ class ShardFile:
             header[name] = {"dtype": kind, "shape": list(shapes[name]), "data_offsets": [start, end]}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # tensors start aligned
-        self._file = path.open("wb")
-        self._behind = WriteBehind(self._file)
+        self._file = PlainFile(path) if blocks is None else BlockFile(path, blocks)
         self._file.write(len(text).to_bytes(8, "little") + text)
         del header["__metadata__"]
         self._place = {name: self._file.tell() + entry["data_offsets"][0] for name, entry in header.items()}
@@ -301,18 +306,17 @@ class ShardFile:
         self._file.seek(self._place[name])
         flat = tensor.detach().to("cpu", self._dtypes[name]).contiguous().flatten()
         self._file.write(raw(flat))
-        self._behind.wrote(flat.nbytes)
 
-    def copy(self, name: str, runs: Iterable[Run]) -> None:
+    def copy(self, name: str, runs: Iterable[Run], look: Look) -> None:
         """Writes one tensor, whose bytes lie in other files as they are to be."""
+        assert isinstance(self._file, BlockFile)
         self._file.seek(self._place[name])
         for run in runs:
-            copy_run(run, self._file)
-            self._behind.wrote(run.length)
+            self._file.copy(run, self._dtypes[name], look)
 
     def sync(self) -> None:
         """Waits until what was written is on the disk."""
-        self._behind.sync()
+        self._file.sync()
 
     def __enter__(self) -> Self:
         return self

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from megarl.bridge.layout import Shape
 from megarl.bridge.raw_io import Run, read_exactly, reading
+from megarl.bridge.torch_frame import FRAMED, frame
 from megarl.errors import RunError, UserError
 
 CONFIG, METADATA, COMMON = "metadata.json", ".metadata", "common.pt"
@@ -227,7 +228,9 @@ class DistReader:
         if chunk not in self._data:
             where = f"{self.folder / chunk.file}"
             try:
-                self._data[chunk] = _locate(self._open(chunk.file), stored.dtype, chunk)
+                file = self._open(chunk.file)
+                start = _framed(file, stored.dtype, chunk)
+                self._data[chunk] = _locate(file, stored.dtype, chunk) if start is None else start
             except _Odd as error:
                 raise UserError(f"{where} is damaged at byte {chunk.start}: {error}.") from error
         return self._data[chunk]
@@ -377,6 +380,19 @@ _DAMAGE = (
     ValueError,
     AttributeError,
 )
+
+
+def _framed(file: BinaryIO, dtype: torch.dtype, chunk: Chunk) -> int | None:
+    """`_locate` of a chunk around whose elements is to the byte what this torch would write; None: of any other."""
+    size = torch.Size(chunk.sizes).numel() * dtype.itemsize
+    if size < FRAMED:
+        return None
+    before, after = frame(dtype, chunk.sizes)
+    start, end = chunk.start + len(before), chunk.start + len(before) + size
+    if chunk.length != len(before) + size + len(after):
+        return None
+    found = [os.pread(file.fileno(), len(part), at) for part, at in ((before, chunk.start), (after, end))]
+    return start if found == [before, after] else None
 
 
 def _locate(file: BinaryIO, dtype: torch.dtype, chunk: Chunk) -> int:

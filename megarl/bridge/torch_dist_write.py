@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import pickle
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self, cast
@@ -16,20 +14,21 @@ import torch
 from torch import Tensor
 
 from megarl.bridge.layout import Shape
-from megarl.bridge.raw_io import Run, WriteBehind, copy_run, raw
+from megarl.bridge.out_file import BlockFile, Blocks, Look, PlainFile
+from megarl.bridge.raw_io import Run, raw
 from megarl.bridge.torch_dist import COMMON, CONFIG, METADATA
+from megarl.bridge.torch_frame import FRAMED, frame, without_checksums
 
 CHECKSUMS = "checksums.json"
-FRAMED = 1 << 10  # bytes from which a tensor is written by itself: more than anything else in its archive
+_ALIGNED = 64
 _BLOCK_BYTES = 4 << 20  # stays in a core's cache between reading and summing
 
 
 class ChunkFile:
-    """One file of chunks. `records` is what `write_metadata` needs of them, as JSON may hold it."""
+    """One file of chunks. `records` is what `write_metadata` needs of them, as JSON may hold it. With `blocks` `copy` may be used."""
 
-    def __init__(self, path: Path):
-        self._file = path.open("wb")
-        self._behind = WriteBehind(self._file)
+    def __init__(self, path: Path, blocks: Blocks | None = None):
+        self._file = PlainFile(path) if blocks is None else BlockFile(path, blocks)
         self._name = path.name
         self.records: list[dict[str, Any]] = []
 
@@ -40,25 +39,33 @@ class ChunkFile:
             start = self._save(tensor.clone())  # of a view all of the storage would be written
         else:
             start = self._framed(tensor.dtype, tuple(tensor.shape), lambda: self._file.write(raw(tensor)))
-            self._behind.wrote(tensor.nbytes)
         self._record(key, tensor.dtype, start, tuple(tensor.shape), offsets, shape)
 
     def copy(
-        self, key: str, runs: Sequence[Run], dtype: torch.dtype, sizes: Shape, offsets: Shape, shape: Shape
+        self,
+        key: str,
+        runs: Sequence[Run],
+        dtype: torch.dtype,
+        sizes: Shape,
+        offsets: Shape,
+        shape: Shape,
+        look: Look,
     ) -> None:
         """A chunk of so many `sizes`, of FRAMED bytes or more, which lie in other files as they are to be."""
+        file = self._file
+        assert isinstance(file, BlockFile)
 
         def elements() -> None:
             for run in runs:
-                copy_run(run, self._file)
-                self._behind.wrote(run.length)
+                file.copy(run, dtype, look)
 
         self._record(key, dtype, self._framed(dtype, sizes, elements), sizes, offsets, shape)
 
     def _framed(self, dtype: torch.dtype, sizes: Shape, elements: Callable[[], Any]) -> int:
-        """What `torch.save` would write of a tensor; where it begins."""
-        start = self._file.tell()
-        before, after = _frame(dtype, sizes)
+        """What `torch.save` would write of a tensor; where it begins. Elements are as far from there as vectors of them like it."""
+        start = -(-self._file.tell() // _ALIGNED) * _ALIGNED
+        self._file.seek(start)
+        before, after = frame(dtype, sizes)
         self._file.write(before)
         elements()
         self._file.write(after)
@@ -85,13 +92,13 @@ class ChunkFile:
 
     def sync(self) -> None:
         """Waits until what was written is on the disk."""
-        self._behind.sync()
+        self._file.sync()
 
     def _save(self, value: Any) -> int:
         start = self._file.tell()
         try:
-            with _without_checksums():
-                torch.save(value, self._file)
+            with without_checksums():
+                torch.save(value, cast(IO[bytes], self._file))
         except RuntimeError as error:  # torch's, over what the file said
             raise error.__context__ if isinstance(error.__context__, OSError) else error from None
         return start
@@ -103,46 +110,6 @@ class ChunkFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
-
-
-@contextmanager
-def _without_checksums() -> Iterator[None]:
-    """Nothing that reads these archives looks at the checksums in them, which take longer than writing."""
-    kept = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(kept)
-
-
-class _Sink:
-    """Takes what `torch.save` writes, but for the elements."""
-
-    def __init__(self, elements: int):
-        self._elements, self.parts = elements, [b"", b""]
-        self._behind = False
-
-    def write(self, data: Any) -> int:
-        size = memoryview(data).nbytes
-        if size == self._elements:
-            self._behind = True
-        else:
-            self.parts[self._behind] += bytes(data)
-        return size
-
-    def flush(self) -> None:
-        """`torch.save` asks for it."""
-
-
-@functools.lru_cache(maxsize=256)
-def _frame(dtype: torch.dtype, shape: Shape) -> tuple[bytes, bytes]:
-    """What `torch.save` writes before and after a tensor's elements, which depends on these two alone: the directory of an archive."""
-    tensor = torch.empty(shape, dtype=dtype)  # never touched, so it takes no memory
-    sink = _Sink(tensor.nbytes)
-    with _without_checksums():
-        torch.save(tensor, cast(IO[bytes], sink))
-    return sink.parts[0], sink.parts[1]
 
 
 def checksum(path: Path) -> int:

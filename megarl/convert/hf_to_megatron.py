@@ -19,7 +19,7 @@ from megarl.convert.job import Job, carry_out
 from megarl.convert.processes import ALONE, Processes
 from megarl.convert.source import Source, config_text, main_dtype, open_hf
 from megarl.convert.unfinished import Unfinished
-from megarl.convert.work import AS_IT_IS, Options, Scratch, check_finite, check_runs, copied, target_dtypes
+from megarl.convert.work import AS_IT_IS, Options, Scratch, Watch, check_finite, copied, target_dtypes
 from megarl.errors import RunError, UserError
 
 # Megatron reads these; a checkpoint without a training run behind it is iteration 0.
@@ -73,7 +73,7 @@ class _ToMegatron(Job[Parameter, ChunkFile]):
         return {f"__{number}_0.distcp": run for number, run in enumerate(runs)}
 
     def open(self, folder: Path, name: str) -> ChunkFile:
-        return ChunkFile(folder / name)
+        return ChunkFile(folder / name, self.blocks)
 
     def write(self, file: ChunkFile, item: Parameter) -> None:
         name, dtype, slot = (
@@ -82,8 +82,9 @@ class _ToMegatron(Job[Parameter, ChunkFile]):
             written(self.model, item),
         )
         if runs := copied(self._runs(item, dtype), dtype):
-            file.copy(slot.key, runs, dtype, slot.sizes, slot.offsets, slot.global_shape)
-            check_runs(name, runs, dtype, self.options)
+            watch = Watch(self.options)
+            file.copy(slot.key, runs, dtype, slot.sizes, slot.offsets, slot.global_shape, watch)
+            watch.complain(name, dtype)
             return
         whole = self.scratch.tensor(item.local_shape(Cut()), dtype)
         self._fill(item, whole)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from megarl.bridge.hf_io import ShardFile
+from megarl.bridge.out_file import Blocks
 from megarl.bridge.torch_dist_write import ChunkFile
 from megarl.convert.processes import Processes
 from megarl.convert.progress import ByteProgress
@@ -27,7 +28,7 @@ class Job(ABC, Generic[Item, File]):
     kind: str
 
     def __init__(self, origin: Source, options: Options):
-        self.origin, self.options = origin, options
+        self.origin, self.options, self.blocks = origin, options, Blocks()
         self.files: Mapping[str, Sequence[Item]] = {}  # what goes into each, in order
 
     @abstractmethod
@@ -75,12 +76,23 @@ def carry_out(job: Job[Item, File], target: Path, among: Processes, *, show: boo
                 problem = error
             among.agree(problem)
             if among.first:
-                job.finish(growing)
-                growing.publish()
-            among.agree()
+                problem = _ended(job, growing, plan["source"])
+            among.agree(problem)
     except OSError as error:
         raise not_written(target, error) from error
     return target
+
+
+def _ended(job: Job[Item, File], growing: Unfinished, source: object) -> BaseException | None:
+    """Gives the target its name, once the source is seen to be still what it was at the beginning. Answers what stands in the way."""
+    try:
+        job.finish(growing)
+        if job.origin.identity() != source:
+            return UserError(f"{job.origin.folder} changed while it was converted.")
+        growing.publish()
+    except (UserError, RunError, OSError) as error:
+        return error
+    return None
 
 
 def _write(job: Job[Item, File], growing: Unfinished, name: str, progress: ByteProgress) -> None:

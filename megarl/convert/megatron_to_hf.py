@@ -11,7 +11,7 @@ from megarl.convert.job import Job, carry_out
 from megarl.convert.processes import ALONE, Processes
 from megarl.convert.source import Source, config_text, main_dtype, open_megatron
 from megarl.convert.unfinished import Unfinished
-from megarl.convert.work import AS_IT_IS, Options, Scratch, check_finite, check_runs, copied, target_dtypes
+from megarl.convert.work import AS_IT_IS, Options, Scratch, Watch, check_finite, copied, target_dtypes
 
 
 def megatron_to_hf(
@@ -47,7 +47,7 @@ class _ToHF(Job[str, ShardFile]):
         return torch.Size(self.shapes[name]).numel() * self.stored[name].itemsize
 
     def open(self, folder: Path, name: str) -> ShardFile:
-        return ShardFile(folder / name, self.files[name], self.shapes, self.dtypes)
+        return ShardFile(folder / name, self.files[name], self.shapes, self.dtypes, self.blocks)
 
     def write(self, file: ShardFile, item: str) -> None:
         name, dtype, whole = (
@@ -56,8 +56,9 @@ class _ToHF(Job[str, ShardFile]):
             tuple(slice(0, n) for n in self.shapes[item]),
         )
         if runs := copied(self.origin.reader.runs(item, whole, dtype), dtype):
-            file.copy(item, runs)
-            check_runs(name, runs, dtype, self.options)
+            watch = Watch(self.options)
+            file.copy(item, runs, watch)
+            watch.complain(name, dtype)
             return
         tensor = self.scratch.tensor(self.shapes[item], self.stored[item])
         self.origin.reader.read(item, whole, tensor)

@@ -65,7 +65,10 @@ class Unfinished:
         self._plan.write_text(json.dumps(plan), encoding="utf-8")
 
     def publish(self) -> None:
-        """The folder is whole: it gets its name."""
+        """The folder is whole: what is beside the weights goes to the disk, as these did, and it gets its name."""
+        for path in [*self.files.rglob("*"), self.files]:
+            if not (self._done / f"{path.name}.json").exists():
+                _synced(path)
         if self.target.is_dir():
             self.target.rmdir()  # an empty one
         self.files.rename(self.target)
@@ -118,6 +121,14 @@ def _begun(growing: Unfinished, plan: Mapping[str, Any]) -> int:
         raise UserError(f"another process is making {target}.") from None
     growing.begin(plan)
     return lock
+
+
+def _synced(path: Path) -> None:
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
 
 
 def not_written(target: Path, error: OSError) -> RunError:

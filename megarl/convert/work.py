@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from megarl.bridge.layout import Shape
-from megarl.bridge.raw_io import Run, mapped
+from megarl.bridge.raw_io import Run
 from megarl.errors import UserError
 
 SHARD_BYTES = 2_000_000_000  # of a file, which is what a conversion that is started again does not do twice
-LEAST_BYTES = 32 << 10  # of a run that is copied by the kernel: a call for each costs as much
+LEAST_BYTES = 32 << 10  # of a run that is read by itself: a call for each costs as much
 FORGET_BYTES = 256 << 20  # of mapped files: their pages count as memory of the process
 
 
@@ -66,21 +66,24 @@ def check_finite(name: str, tensor: Tensor, options: Options) -> None:
         _complain(name, nonfinite(tensor), tensor.numel(), tensor.dtype, options)
 
 
-def check_runs(name: str, runs: Sequence[Run], dtype: torch.dtype, options: Options) -> None:
-    """The same of one that was copied byte by byte."""
-    if options.allow_nonfinite:
-        return
-    bad = 0
-    for run in runs:
-        with mapped(run, dtype) as tensor:
-            bad += nonfinite(tensor)
-            del tensor
-    _complain(name, bad, sum(run.length for run in runs) // dtype.itemsize, dtype, options)
+class Watch:
+    """The same of one that is copied piece by piece."""
+
+    def __init__(self, options: Options):
+        self._options, self._bad, self._count = options, 0, 0
+
+    def __call__(self, piece: Tensor) -> None:
+        if not self._options.allow_nonfinite:
+            self._bad += nonfinite(piece)
+            self._count += piece.numel()
+
+    def complain(self, name: str, dtype: torch.dtype) -> None:
+        _complain(name, self._bad, self._count, dtype, self._options)
 
 
 def copied(runs: Sequence[Run] | None, dtype: torch.dtype) -> Sequence[Run] | None:
-    """Runs that are worth it, and can be looked at, as elements."""
-    if runs is None or any(run.length < LEAST_BYTES or run.start % dtype.itemsize for run in runs):
+    """Runs that are worth it."""
+    if runs is None or any(run.length < LEAST_BYTES for run in runs):
         return None
     return runs
 

@@ -21,6 +21,7 @@ from megarl.bridge.hf_io import INDEX
 from megarl.bridge.torch_dist import DistReader
 from megarl.bridge.torch_dist_write import ChunkFile, write_common, write_metadata
 from megarl.convert.megatron_to_hf import megatron_to_hf
+from megarl.convert.unfinished import Unfinished
 from megarl.convert.work import Options
 from megarl.errors import UserError
 from megarl.models.tiny import make_tiny
@@ -408,6 +409,28 @@ def test_a_disk_that_takes_no_more_is_one_sentence_and_what_is_done_is_kept(
     assert not (tmp_path / "target").exists()
     assert cli.main([*arguments, "0.0005"]) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
+
+
+@pytest.mark.parametrize("direction", ["hf-to-megatron", "megatron-to-hf"])
+def test_a_source_that_changes_meanwhile_is_told(
+    direction: str,
+    hf: Path,
+    megatron: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was read before and after would not be one model."""
+    source = shutil.copytree({"hf-to-megatron": hf, "megatron-to-hf": megatron}[direction], tmp_path / "source")
+    weights = max([*source.glob("*.safetensors"), *source.glob("*.distcp")], key=lambda path: path.stat().st_size)
+    finished = Unfinished.finished
+
+    def trained_on(self: Unfinished, name: str, **record: Any) -> None:
+        finished(self, name, **record)
+        weights.write_bytes(weights.read_bytes())
+
+    monkeypatch.setattr(Unfinished, "finished", trained_on)
+    refused([direction, source, tmp_path / "target"], "source changed while it was converted", tmp_path, capsys)
 
 
 def test_metadata_that_is_written_is_read_by_torch(tmp_path: Path) -> None:
