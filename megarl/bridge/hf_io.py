@@ -241,7 +241,7 @@ class HFWriter:
             if self._left:
                 raise ValueError(f"these tensors never came: {_some(sorted(self._left))}")
             for shard in set(self._shard.values()):
-                shard.sync()
+                shard.end()
 
 
 def plan_shards(
@@ -284,6 +284,8 @@ class ShardFile:
         shapes: Mapping[str, Shape],
         dtypes: Mapping[str, torch.dtype],
         blocks: Blocks | None = None,
+        *,
+        durable: bool = True,
     ):
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
@@ -293,7 +295,7 @@ class ShardFile:
             header[name] = {"dtype": kind, "shape": list(shapes[name]), "data_offsets": [start, end]}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # tensors start aligned
-        self._file = PlainFile(path) if blocks is None else BlockFile(path, blocks)
+        self._file = PlainFile(path) if blocks is None else BlockFile(path, blocks, durable=durable)
         self._file.write(len(text).to_bytes(8, "little") + text)
         del header["__metadata__"]
         self._place = {name: self._file.tell() + entry["data_offsets"][0] for name, entry in header.items()}
@@ -314,9 +316,9 @@ class ShardFile:
         for run in runs:
             self._file.copy(run, self._dtypes[name], look)
 
-    def sync(self) -> None:
-        """Waits until what was written is on the disk."""
-        self._file.sync()
+    def end(self) -> None:
+        """All has come; waits until it is on the disk, if it is to be durable."""
+        self._file.end()
 
     def __enter__(self) -> Self:
         return self

@@ -27,7 +27,7 @@ Look = Callable[[Tensor], object]
 
 
 class PlainFile:
-    """Written in any order. Its bytes go to the disk while more are being written, so that the wait at the end is short."""
+    """Written in any order, and on the disk at its `end`."""
 
     def __init__(self, path: Path):
         self._file = path.open("wb")
@@ -47,8 +47,8 @@ class PlainFile:
     def flush(self) -> None:
         self._file.flush()
 
-    def sync(self) -> None:
-        """Waits until all of it is on the disk."""
+    def end(self) -> None:
+        """All has come: waits until it is on the disk."""
         self._file.flush()
         os.fsync(self._file.fileno())
 
@@ -68,15 +68,15 @@ class Blocks:
 
 
 class BlockFile:
-    """Written front to back, block by block, by a thread of its own. Where there is a disk of the machine's, past the page cache: the
-    disk takes the bytes from the block itself, no memory is filled with them, and little is left to wait for at the end.
+    """Written front to back, block by block, by a thread of its own. With `durable` it is on the disk at its `end`; where that is a
+    disk of the machine's, past the page cache: the disk takes the bytes from the block itself, and little is left to wait for.
 
-    What the disk does not take is raised by one of the calls that follow, or by `sync`.
+    What the disk does not take is raised by one of the calls that follow.
     """
 
-    def __init__(self, path: Path, blocks: Blocks):
+    def __init__(self, path: Path, blocks: Blocks, *, durable: bool):
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-        self._direct = _on_a_disk(path.parent)
+        self._durable, self._direct = durable, durable and _on_a_disk(path.parent)
         try:
             self._file = os.open(path, flags | (os.O_DIRECT if self._direct else 0), 0o666)
         except OSError as error:
@@ -109,7 +109,7 @@ class BlockFile:
         return done
 
     def flush(self) -> None:
-        """`torch.save` asks for it; `sync` is what does it."""
+        """`torch.save` asks for it; `end` is what does it."""
 
     def copy(self, run: Run, dtype: torch.dtype, look: Look) -> None:
         """Appends bytes that lie in another file; `look` is shown all of them as elements, some at a time."""
@@ -128,19 +128,20 @@ class BlockFile:
                 self.write(raw(part))
             done += len(part)
 
-    def sync(self) -> None:
-        """Waits until all of it is on the disk; nothing may follow."""
+    def end(self) -> None:
+        """All has come."""
         length, used = self.tell(), -(-self._used // _ALIGNED) * _ALIGNED
         self._block[self._used : used].zero_()
-        self._end()
+        self._join()
         if self._error is not None:
             raise self._error
         self._put(raw(self._block[:used]), self._start)
         os.ftruncate(self._file, length)
-        os.fsync(self._file)
+        if self._durable:
+            os.fsync(self._file)
 
     def close(self) -> None:
-        self._end()
+        self._join()
         os.close(self._file)
         self._blocks.free.put(self._block)
 
@@ -179,7 +180,7 @@ class BlockFile:
                 if error.errno != errno.EINVAL or not self._direct:
                     raise
                 self._no_longer_direct()
-        if not self._direct:
+        if self._durable and not self._direct:
             self._behind.wrote(len(view))
 
     def _no_longer_direct(self) -> None:
@@ -189,7 +190,7 @@ class BlockFile:
         self._direct = False
         fcntl.fcntl(self._file, fcntl.F_SETFL, fcntl.fcntl(self._file, fcntl.F_GETFL) & ~os.O_DIRECT)
 
-    def _end(self) -> None:
+    def _join(self) -> None:
         if self._writer is not None:
             self._full.put(None)
             self._writer.join()
@@ -197,7 +198,8 @@ class BlockFile:
 
 
 class _Behind:
-    """Tells the kernel now and then to begin with what a file was given. Elsewhere than on Linux it does nothing."""
+    """Tells the kernel now and then to begin with what a file was given, so that the wait at the end is short. Elsewhere
+    than on Linux it does nothing."""
 
     def __init__(self, file: int):
         self._file, self._since = file, 0
@@ -206,7 +208,7 @@ class _Behind:
             self._begin.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
 
     def wrote(self, count: int) -> None:
-        """So many bytes more. What the call answers is not asked: `sync` will tell."""
+        """So many bytes more. What the call answers is not asked: waiting will tell."""
         self._since += count
         if self._since >= _EACH and self._begin is not None:
             self._begin(self._file, 0, 0, _WRITE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 import zlib
@@ -27,8 +28,8 @@ _BLOCK_BYTES = 4 << 20  # stays in a core's cache between reading and summing
 class ChunkFile:
     """One file of chunks. `records` is what `write_metadata` needs of them, as JSON may hold it. With `blocks` `copy` may be used."""
 
-    def __init__(self, path: Path, blocks: Blocks | None = None):
-        self._file = PlainFile(path) if blocks is None else BlockFile(path, blocks)
+    def __init__(self, path: Path, blocks: Blocks | None = None, *, durable: bool = True):
+        self._file = PlainFile(path) if blocks is None else BlockFile(path, blocks, durable=durable)
         self._name = path.name
         self.records: list[dict[str, Any]] = []
 
@@ -90,9 +91,19 @@ class ChunkFile:
         start = self._save(value)
         self.records.append({"key": key, "file": self._name, "start": start, "length": self._file.tell() - start})
 
-    def sync(self) -> None:
-        """Waits until what was written is on the disk."""
-        self._file.sync()
+    def write_alike(self, keys: Iterable[str], value: Any) -> None:
+        """The same under many keys."""
+        saved = io.BytesIO()
+        with without_checksums():
+            torch.save(value, saved)
+        for key in keys:
+            start = self._file.tell()
+            self._file.write(saved.getvalue())
+            self.records.append({"key": key, "file": self._name, "start": start, "length": self._file.tell() - start})
+
+    def end(self) -> None:
+        """All has come; waits until it is on the disk, if it is to be durable."""
+        self._file.end()
 
     def _save(self, value: Any) -> int:
         start = self._file.tell()

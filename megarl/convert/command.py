@@ -49,6 +49,9 @@ def _conversion(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-nonfinite", action="store_true", help="carry NaN and infinity over instead of refusing"
     )
+    parser.add_argument(
+        "--sync", action="store_true", help="wait until the target is on the disk before it gets its name"
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress")
 
 
@@ -64,6 +67,7 @@ def _options(args: argparse.Namespace) -> Any:
         dtype=None if args.dtype is None else getattr(torch, args.dtype),
         shard_bytes=max(1, int(args.shard_gb * 1e9)),
         allow_nonfinite=args.allow_nonfinite,
+        durable=args.sync,
     )
 
 

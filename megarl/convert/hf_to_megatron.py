@@ -19,7 +19,7 @@ from megarl.convert.job import Job, carry_out
 from megarl.convert.processes import ALONE, Processes
 from megarl.convert.source import Source, config_text, main_dtype, open_hf
 from megarl.convert.unfinished import Unfinished
-from megarl.convert.work import AS_IT_IS, Options, Scratch, Watch, check_finite, copied, target_dtypes
+from megarl.convert.work import AS_IT_IS, Options, Scratch, Watch, check_finite, copied, target_dtypes, undisturbed
 from megarl.errors import RunError, UserError
 
 # Megatron reads these; a checkpoint without a training run behind it is iteration 0.
@@ -31,7 +31,8 @@ def hf_to_megatron(
 ) -> Path:
     """Writes `target`, a checkpoint that Megatron loads in any layout, with config.json, tokenizer and chat template beside it.
     Raises as `carry_out`."""
-    return carry_out(_ToMegatron(open_hf(source), options), target, among, show=show)
+    with undisturbed():
+        return carry_out(_ToMegatron(open_hf(source), options), target, among, show=show)
 
 
 class _ToMegatron(Job[Parameter, ChunkFile]):
@@ -73,7 +74,7 @@ class _ToMegatron(Job[Parameter, ChunkFile]):
         return {f"__{number}_0.distcp": run for number, run in enumerate(runs)}
 
     def open(self, folder: Path, name: str) -> ChunkFile:
-        return ChunkFile(folder / name, self.blocks)
+        return ChunkFile(folder / name, self.blocks, durable=self.options.durable)
 
     def write(self, file: ChunkFile, item: Parameter) -> None:
         name, dtype, slot = (
@@ -120,9 +121,8 @@ class _ToMegatron(Job[Parameter, ChunkFile]):
                 raise RunError(f"{growing.files / name} was not finished.")
             records += record["chunks"]
         with ChunkFile(growing.files / f"__{len(self.files)}_0.distcp") as file:
-            for key in extra_states(self.model):
-                file.write_object(key, [None])
-            file.sync()
+            file.write_alike(extra_states(self.model), [None])
+            file.end()
         folder, origin = growing.files, self.origin
         copy_texts(origin.texts, folder)
         if self.options.dtype is None and not origin.quantised:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -15,7 +16,7 @@ from megarl.convert.processes import Processes
 from megarl.convert.progress import ByteProgress
 from megarl.convert.source import Source
 from megarl.convert.unfinished import Unfinished, not_written, unfinished
-from megarl.convert.work import FORGET_BYTES, Options, one_thread
+from megarl.convert.work import FORGET_BYTES, Options
 from megarl.errors import RunError, UserError
 
 Item = TypeVar("Item")  # what is written at a time
@@ -69,9 +70,8 @@ def carry_out(job: Job[Item, File], target: Path, among: Processes, *, show: boo
             total = sum(job.bytes(item) for name in mine for item in job.files[name])
             problem: BaseException | None = None
             try:
-                with one_thread(), ByteProgress(f"writing {target.name}", total, show=show and among.first) as progress:
-                    for name in mine:
-                        _write(job, growing, name, progress)
+                with ByteProgress(f"writing {target.name}", total, show=show and among.first) as progress:
+                    _write_all(job, growing, mine, progress)
             except (UserError, RunError, OSError) as error:
                 problem = error
             among.agree(problem)
@@ -89,10 +89,23 @@ def _ended(job: Job[Item, File], growing: Unfinished, source: object) -> BaseExc
         job.finish(growing)
         if job.origin.identity() != source:
             return UserError(f"{job.origin.folder} changed while it was converted.")
-        growing.publish()
+        growing.publish(durable=job.options.durable)
     except (UserError, RunError, OSError) as error:
         return error
     return None
+
+
+def _write_all(job: Job[Item, File], growing: Unfinished, names: Sequence[str], progress: ByteProgress) -> None:
+    """File by file. While one is written the one before it goes to the disk: so not more than two wait for it, and what is taken up
+    after a power cut is what was finished."""
+    settling: Future[None] | None = None
+    with ThreadPoolExecutor(1) as pool:
+        for name in names:
+            _write(job, growing, name, progress)
+            if settling is not None:
+                settling.result()
+            if name != names[-1] and not job.options.durable:
+                settling = pool.submit(growing.settle, name)
 
 
 def _write(job: Job[Item, File], growing: Unfinished, name: str, progress: ByteProgress) -> None:
@@ -107,5 +120,5 @@ def _write(job: Job[Item, File], growing: Unfinished, name: str, progress: ByteP
             if mapped > FORGET_BYTES:
                 job.origin.reader.forget()
                 mapped = 0
-        file.sync()
-    growing.finished(name, **job.record(file))
+        file.end()
+    growing.finished(name, durable=job.options.durable, **job.record(file))

@@ -11,7 +11,7 @@ from megarl.convert.job import Job, carry_out
 from megarl.convert.processes import ALONE, Processes
 from megarl.convert.source import Source, config_text, main_dtype, open_megatron
 from megarl.convert.unfinished import Unfinished
-from megarl.convert.work import AS_IT_IS, Options, Scratch, Watch, check_finite, copied, target_dtypes
+from megarl.convert.work import AS_IT_IS, Options, Scratch, Watch, check_finite, copied, target_dtypes, undisturbed
 
 
 def megatron_to_hf(
@@ -27,7 +27,8 @@ def megatron_to_hf(
 
     `config`: the Hugging Face folder of the model that was trained, where the checkpoint has no config.json. Raises as `carry_out`.
     """
-    return carry_out(_ToHF(open_megatron(source, config), options), target, among, show=show)
+    with undisturbed():
+        return carry_out(_ToHF(open_megatron(source, config), options), target, among, show=show)
 
 
 class _ToHF(Job[str, ShardFile]):
@@ -47,7 +48,8 @@ class _ToHF(Job[str, ShardFile]):
         return torch.Size(self.shapes[name]).numel() * self.stored[name].itemsize
 
     def open(self, folder: Path, name: str) -> ShardFile:
-        return ShardFile(folder / name, self.files[name], self.shapes, self.dtypes, self.blocks)
+        durable = self.options.durable
+        return ShardFile(folder / name, self.files[name], self.shapes, self.dtypes, self.blocks, durable=durable)
 
     def write(self, file: ShardFile, item: str) -> None:
         name, dtype, whole = (

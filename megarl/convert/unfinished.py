@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,11 @@ class Unfinished:
         self.files, self._done, self._plan = (self.root / name for name in ("files", "done", "plan.json"))
 
     def record(self, name: str) -> dict[str, Any] | None:
-        """Of a finished file; None: it is not finished."""
+        """Of a finished file; None: it is not finished, or the machine was started anew before it was on the disk."""
         try:
             record: dict[str, Any] = json.loads((self._done / f"{name}.json").read_text(encoding="utf-8"))
-            return record if (self.files / name).stat().st_size == record["bytes"] else None
+            there = record["boot"] in (None, _boot())
+            return record if there and (self.files / name).stat().st_size == record["bytes"] else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -44,11 +46,22 @@ class Unfinished:
             print(f"going on: {len(names) - len(left)} of {len(names)} files are there already", file=sys.stderr)
         return left
 
-    def finished(self, name: str, **record: Any) -> None:
-        """Notes that a file is whole and on the disk."""
+    def finished(self, name: str, *, durable: bool, **record: Any) -> None:
+        """Notes that a file is whole, and on the disk if it is `durable`."""
+        boot = None if durable else _boot()
+        self._note(name, {"bytes": (self.files / name).stat().st_size, "boot": boot, **record})
+
+    def settle(self, name: str) -> None:
+        """Waits until a finished file is on the disk, and notes it."""
+        _synced(self.files / name)
+        record = self.record(name)
+        assert record is not None
+        self._note(name, {**record, "boot": None})
+
+    def _note(self, name: str, record: Mapping[str, Any]) -> None:
         path = self._done / f"{name}.json"
         aside = path.with_suffix(".part")
-        aside.write_text(json.dumps({"bytes": (self.files / name).stat().st_size, **record}), encoding="utf-8")
+        aside.write_text(json.dumps(record), encoding="utf-8")
         aside.rename(path)
 
     def begin(self, plan: Mapping[str, Any]) -> None:
@@ -64,15 +77,22 @@ class Unfinished:
             path.mkdir(exist_ok=True)
         self._plan.write_text(json.dumps(plan), encoding="utf-8")
 
-    def publish(self) -> None:
-        """The folder is whole: what is beside the weights goes to the disk, as these did, and it gets its name."""
-        for path in [*self.files.rglob("*"), self.files]:
-            if not (self._done / f"{path.name}.json").exists():
-                _synced(path)
+    def publish(self, *, durable: bool) -> None:
+        """The folder is whole: it gets its name. `durable`: it is on the disk before."""
+        if durable:
+            self._sync_rest()
         if self.target.is_dir():
             self.target.rmdir()  # an empty one
         self.files.rename(self.target)
         self.discard()
+
+    def _sync_rest(self) -> None:
+        """All that nobody has waited for yet."""
+        records = {path: self.record(path.name) for path in self.files.rglob("*")}
+        left = [path for path, record in records.items() if record is None or record["boot"] is not None]
+        with ThreadPoolExecutor() as pool:  # the disk takes them at once
+            for _ in pool.map(_synced, [*left, self.files]):
+                pass
 
     def discard(self) -> None:
         shutil.rmtree(self.root, ignore_errors=True)
@@ -121,6 +141,14 @@ def _begun(growing: Unfinished, plan: Mapping[str, Any]) -> int:
         raise UserError(f"another process is making {target}.") from None
     growing.begin(plan)
     return lock
+
+
+def _boot() -> str:
+    """Of this start of the machine: until the next one what was written is read again, be it on the disk or not."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
 
 
 def _synced(path: Path) -> None:

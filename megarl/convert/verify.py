@@ -12,7 +12,7 @@ from megarl.bridge.hf_config import NEUTRAL
 from megarl.bridge.layout import Shape
 from megarl.convert.progress import ByteProgress
 from megarl.convert.source import Source, differing, open_source
-from megarl.convert.work import FORGET_BYTES, nonfinite, one_thread
+from megarl.convert.work import FORGET_BYTES, nonfinite, undisturbed
 
 
 @dataclass
@@ -35,7 +35,7 @@ def compare(first: Source, second: Source, *, show: bool = True) -> Comparison:
     common = [name for name in shapes if name in others]
     total = sum(_bytes(shapes[name], first.reader.dtype(name)) for name in common)
     mapped = 0
-    with one_thread(), ByteProgress("comparing", total, show=show) as progress:
+    with undisturbed(), ByteProgress("comparing", total, show=show) as progress:
         for name in common:
             size = _bytes(shapes[name], first.reader.dtype(name))
             fault = _compared(name, first, second, result)

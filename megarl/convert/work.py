@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import mmap
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ class Options:
     dtype: torch.dtype | None = None  # of the target; None: every tensor keeps its own
     shard_bytes: int = SHARD_BYTES
     allow_nonfinite: bool = False  # carry NaN and infinity over, bit by bit
+    durable: bool = False  # the target is on the disk before it gets its name
 
     def plan(self) -> dict[str, Any]:
         """As JSON may hold it."""
@@ -108,11 +110,15 @@ def nonfinite(tensor: Tensor) -> int:
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
-    """Copying is bound by memory and disk: a second thread gains little, and waits for its core where the machine is busy."""
-    kept = torch.get_num_threads()
+def undisturbed() -> Iterator[None]:
+    """Copying is bound by memory and disk: a second thread gains little, and waits for its core where the machine is busy. To look for
+    garbage among all that torch consists of takes as long as to copy half a gigabyte."""
+    threads, collects = torch.get_num_threads(), gc.isenabled()
     torch.set_num_threads(1)
+    gc.disable()
     try:
         yield
     finally:
-        torch.set_num_threads(kept)
+        torch.set_num_threads(threads)
+        if collects:
+            gc.enable()

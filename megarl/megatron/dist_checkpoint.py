@@ -385,7 +385,7 @@ def _write(path: Path, pieces: Iterable[Piece], objects: Mapping[str, Any]) -> l
             file.write(piece.key, piece.data.to("cpu").reshape(piece.sizes), piece.offsets, piece.shape)
         for key, value in objects.items():
             file.write_object(key, [value])
-        file.sync()
+        file.end()
     return file.records
 
 

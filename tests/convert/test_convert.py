@@ -349,7 +349,7 @@ def test_the_commands_say_what_they_did(hf: Path, tmp_path: Path, capsys: pytest
         return code, capsys.readouterr().out
 
     assert run("hf-to-megatron", hf, megatron, "--quiet") == (0, f"{megatron}\n")
-    assert run("megatron-to-hf", megatron, back, "--shard-gb", "0.0003") == (0, f"{back}\n")
+    assert run("megatron-to-hf", megatron, back, "--shard-gb", "0.0003", "--sync") == (0, f"{back}\n")
     code, said = run("verify", hf, megatron)
     assert (code, said) == (0, "equal: 46 tensors, 0.001 GB, every byte\n")
     code, said = run("inspect", megatron, "--tensors")

@@ -10,13 +10,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from megarl.bridge.hf_io import HFWriter
 from megarl.bridge.model_map import ModelMap
+from megarl.convert import unfinished
 from megarl.convert.hf_to_megatron import hf_to_megatron
+from megarl.convert.unfinished import Unfinished
 from megarl.convert.verify import verify
 from megarl.convert.work import Options
 from megarl.errors import UserError
@@ -100,13 +103,14 @@ def stopped(source: Path, target: Path, options: Options) -> None:
     """As a kill after the second file leaves it."""
     process = os.fork()
     if process == 0:
-        from megarl.convert.unfinished import Unfinished
-
         finished = Unfinished.finished
 
-        def end_after(self: Unfinished, name: str, **record: object) -> None:
+        def end_after(self: Unfinished, name: str, **record: Any) -> None:
             finished(self, name, **record)
             if name == "__1_0.distcp":
+                first = self._done / "__0_0.distcp.json"
+                while json.loads(first.read_text())["boot"] is not None:  # until it is on the disk
+                    time.sleep(0.001)
                 os._exit(0)
 
         Unfinished.finished = end_after  # type: ignore[method-assign]
@@ -119,12 +123,29 @@ def stopped(source: Path, target: Path, options: Options) -> None:
     assert len(list((target.with_name(f".{target.name}.unfinished") / "done").glob("*.json"))) == 2
 
 
+@pytest.mark.parametrize("options", [Options(shard_bytes=300_000), Options(shard_bytes=300_000, durable=True)])
+def test_what_a_power_cut_may_have_taken_is_written_anew(
+    options: Options, hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine starts again: what was finished and not seen to be on the disk is worth nothing."""
+    target = tmp_path / "target"
+    stopped(hf, target, options)
+    files = tmp_path / ".target.unfinished" / "files"
+    if not options.durable:  # the second is the last that was finished: nobody had waited for it
+        lost = files / "__1_0.distcp"
+        lost.write_bytes(bytes(lost.stat().st_size))
+    monkeypatch.setattr(unfinished, "_boot", lambda: "another")
+    kept = Unfinished(target).left(["__0_0.distcp", "__1_0.distcp", "__2_0.distcp"], show=False)
+    assert kept == (["__2_0.distcp"] if options.durable else ["__1_0.distcp", "__2_0.distcp"])
+    hf_to_megatron(hf, target, options, show=False)
+    assert verify(hf, target, show=False).differences == []
+
+
 def test_two_at_once_do_not_write_over_each_other(hf: Path, tmp_path: Path) -> None:
     from megarl.convert.processes import ALONE
-    from megarl.convert.unfinished import unfinished
 
     with (
-        unfinished(tmp_path / "target", {}, ALONE),
+        unfinished.unfinished(tmp_path / "target", {}, ALONE),
         pytest.raises(UserError, match="another process is making"),
     ):
         hf_to_megatron(hf, tmp_path / "target", show=False)
