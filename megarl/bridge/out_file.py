@@ -21,6 +21,9 @@ from megarl.errors import RunError, UserError
 _EACH = 32 << 20  # bytes
 _ALIGNED = 4096  # what disks want of offsets and lengths
 _PIECE = 1 << 20  # bytes: stays in a core's cache between reading and being looked at
+_AT_ONCE = (
+    256 << 10
+)  # bytes to the page cache: for more it looks for larger pages, which takes three times as long as to copy
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE of linux/fs.h: begin, do not wait
 
 Look = Callable[[Tensor], object]
@@ -40,9 +43,11 @@ class PlainFile:
         self._file.seek(at)
 
     def write(self, data: Any) -> int:
-        count = self._file.write(data)
-        self._behind.wrote(count)
-        return count
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), _AT_ONCE):
+            self._file.write(view[start : start + _AT_ONCE])
+        self._behind.wrote(len(view))
+        return len(view)
 
     def flush(self) -> None:
         self._file.flush()
@@ -175,7 +180,8 @@ class BlockFile:
         done = 0
         while done < len(view):
             try:
-                done += os.pwrite(self._file, view[done:], at + done)
+                part = view[done:] if self._direct else view[done : done + _AT_ONCE]
+                done += os.pwrite(self._file, part, at + done)
             except OSError as error:
                 if error.errno != errno.EINVAL or not self._direct:
                     raise
