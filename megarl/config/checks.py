@@ -14,7 +14,15 @@ from typing import Any, NamedTuple
 
 from megarl.config.loading import keys
 from megarl.config.paths import path_fault
-from megarl.config.schema import AlgorithmConfig, Config, ParallelConfig, SourceConfig
+from megarl.config.schema import (
+    AlgorithmConfig,
+    Config,
+    CriticConfig,
+    ParallelConfig,
+    ReferenceConfig,
+    RewardModelConfig,
+    SourceConfig,
+)
 from megarl.errors import ConfigError
 
 # The legal values of every number, as intervals: "[1," is 1 and up, "(0,1]" is above 0 and at most 1.
@@ -353,19 +361,42 @@ def _roles(cfg: Config) -> Iterator[str]:
             f"reward_model.coefficient={reward.coefficient} makes no reward of the model's score; set another number, or "
             "remove the section reward_model"
         )
-    named = {"path": cfg.reference.path, "parallel.ranks": cfg.reference.parallel and cfg.reference.parallel.ranks}
+    reference = cfg.reference
+    named = {
+        "path": reference.path,
+        "parallel.ranks": reference.parallel and reference.parallel.ranks,
+        "pool": reference.pool,
+        "threads": reference.threads,
+    }
     for key, value in named.items():
         if value is not None and not cfg.algorithm.reference:
             yield (
                 f"reference.{key}={value} but nothing is compared with it; set algorithm.kl_coefficient or "
                 "algorithm.shaping.kl_coefficient above 0, or remove it"
             )
-    for role, section in (("critic", critic), ("reference", cfg.reference), ("reward_model", reward)):
-        if section is not None and section.threads is not None and section.parallel is None:
-            yield (
-                f"{role}.threads={section.threads} is about ranks of its own, and it stands on the actor's; set actor.threads, or "
-                f"add {role}.parallel"
-            )
+    for role, section in (("critic", critic), ("reference", reference), ("reward_model", reward)):
+        if section is not None and (role != "reference" or cfg.algorithm.reference):
+            yield from _pool(cfg, role, section)
+
+
+def _pool(cfg: Config, role: str, section: CriticConfig | ReferenceConfig | RewardModelConfig) -> Iterator[str]:
+    """What is wrong with where a role stands."""
+    pool = section.pool or (role if section.parallel else "actor")
+    if section.threads is not None and section.parallel is None:
+        yield (
+            f"{role}.threads={section.threads} is about ranks of its own, and it stands on those of pool {pool}; set {pool}.threads, "
+            f"or add {role}.parallel"
+        )
+    if pool != role and section.parallel is not None:
+        yield (
+            f"{role}.pool={pool} puts it on ranks that {pool}.parallel describes, and {role}.parallel describes ranks of its own; "
+            "remove one of them"
+        )
+    elif pool == role and section.parallel is None:
+        yield f"{role}.pool={role} gives it ranks of its own, and nothing says how many; set {role}.parallel.ranks"
+    elif pool not in (role, *cfg.layouts):
+        there = "has no ranks of its own" if getattr(cfg, pool) is not None else "is not in this recipe"
+        yield f"{role}.pool={pool}, and {pool} {there}; set {pool}.parallel.ranks, or leave {role}.pool out"
 
 
 def _algorithm(cfg: Config) -> Iterator[str]:
@@ -404,10 +435,11 @@ def _exact_kl(cfg: Config) -> Iterator[str]:
             f"algorithm.kl_top_k={a.kl_top_k} means nothing with algorithm.kl_estimator={a.kl_estimator}; set "
             "algorithm.kl_estimator=top_k, or remove it"
         )
-    if a.kl_estimator == "full" and "reference" in cfg.layouts:
+    if a.kl_estimator == "full" and (pool := cfg.pool("reference")) != "actor":
+        why = "reference.parallel gives it ranks of its own" if pool == "reference" else f"reference.pool is {pool}"
         yield (
-            "algorithm.kl_estimator=full needs the reference's output layer beside the actor's, and reference.parallel gives it ranks "
-            "of its own; remove reference.parallel, or set algorithm.kl_estimator=top_k"
+            f"algorithm.kl_estimator=full needs the reference's output layer beside the actor's, and {why}; remove "
+            f"reference.{'parallel' if pool == 'reference' else 'pool'}, or set algorithm.kl_estimator=top_k"
         )
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 Dtype = Literal["bfloat16", "float32"]
 Aggregation = Literal["token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"]
 Offload = Literal["none", "optimizer", "all"]  # optimizer: states and gradients; all: the parameters, too
+Role = Literal["actor", "critic", "reference", "reward_model"]
 KLEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+", "full", "top_k"]
 
 
@@ -204,7 +205,8 @@ class CriticConfig:
     value_aggregation: Aggregation = "token_mean"  # average of the value loss over a mini-batch
     micro_batch_tokens: int | None = None  # at most so many tokens a micro-batch and rank; None: the actor's
     offload: Offload = "none"  # what goes to CPU memory while other roles and the engines work (GPU only)
-    parallel: ParallelConfig | None = None  # ranks of its own, and how its model lies on them; None: the actor's ranks
+    parallel: ParallelConfig | None = None  # ranks of its own, and how its model lies on them; None: those of `pool`
+    pool: Role | None = None  # a role whose ranks it shares; None: its own with `parallel`, else the actor's
     threads: int | None = None  # CPU threads of each of its own ranks; None: cores / ranks
 
 
@@ -212,7 +214,8 @@ class CriticConfig:
 class ReferenceConfig:
     path: str | None = None  # the model that the policy is compared with; None: model.path
     offload: Offload = "none"  # what goes to CPU memory while other roles and the engines work (GPU only)
-    parallel: ParallelConfig | None = None  # ranks of its own, and how its model lies on them; None: the actor's ranks
+    parallel: ParallelConfig | None = None  # ranks of its own, and how its model lies on them; None: those of `pool`
+    pool: Role | None = None  # a role whose ranks it shares; None: its own with `parallel`, else the actor's
     threads: int | None = None  # CPU threads of each of its own ranks; None: cores / ranks
 
 
@@ -223,7 +226,8 @@ class RewardModelConfig:
     label: int | None = None  # which of several labels' scores counts, from 0; None: their sum
     micro_batch_tokens: int | None = None  # at most so many tokens a micro-batch and rank; None: the actor's
     offload: Offload = "none"  # what goes to CPU memory while other roles and the engines work (GPU only)
-    parallel: ParallelConfig | None = None  # ranks of its own, and how its model lies on them; None: the actor's ranks
+    parallel: ParallelConfig | None = None  # ranks of its own, and how its model lies on them; None: those of `pool`
+    pool: Role | None = None  # a role whose ranks it shares; None: its own with `parallel`, else the actor's
     threads: int | None = None  # CPU threads of each of its own ranks; None: cores / ranks
 
 
@@ -244,6 +248,7 @@ class RolloutConfig:
     unfinished: Literal["drop", "keep"] = "drop"  # what was stopped: dropped, or gone on with in the next step
     filter_limit: float = 10.0  # times a step's prompts that may be begun in it until enough groups are kept
     engines: int = 1  # SGLang engines; prompts go to the one that owes the fewest tokens
+    pool: Literal["actor", "rollout"] = "actor"  # engines share the GPUs of the actor's ranks; rollout: have their own
     max_restarts: int = 3  # engines that may be lost and started anew in a step; 0: the first loss ends the run
     progress_timeout: float = 300.0  # seconds without a token after which an engine is taken for hung
     dtype: Dtype | None = None  # of the engine's weights; None: the model's
@@ -323,6 +328,22 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+
+    @property
+    def pools(self) -> dict[str, list[str]]:
+        """Who stands on which ranks: the roles of the recipe, and the engines (`rollout`), which have processes of their own and share
+        GPUs. A pool is called as the role whose `parallel` describes it; of engines alone it is `rollout`."""
+        found: dict[str, list[str]] = {"actor": ["actor"]}
+        for role in ("critic", "reference", "reward_model"):
+            section = getattr(self, role)
+            if section is not None and (role != "reference" or self.algorithm.reference):
+                found.setdefault(section.pool or (role if section.parallel else "actor"), []).append(role)
+        found.setdefault(self.rollout.pool, []).append("rollout")
+        return found
+
+    def pool(self, role: str) -> str:
+        """The pool that a role, or `rollout`, stands in."""
+        return next((pool for pool, members in self.pools.items() if role in members), "actor")
 
     @property
     def layouts(self) -> dict[str, ParallelConfig]:

@@ -6,7 +6,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from megarl.batch import Prompt, Sample
 from megarl.config import Config
 from megarl.controller.calls import ProcessLost, wait_for
 from megarl.controller.generation import Generation
+from megarl.controller.placement import Place, places_of
 from megarl.controller.sizes import cache_tokens
 from megarl.controller.workers import interface
 from megarl.errors import RunError
@@ -57,7 +58,8 @@ class EngineGroup:
 
     engines: how many. max_restarts: engines that may be lost between two weight updates; 0: the first loss ends the run.
     progress_timeout: seconds without a token after which an engine is taken for hung. note: told of every restart.
-    oversample: so many times a step's groups are sampled at one time; sizes the cache on CPU.
+    oversample: so many times a step's groups are sampled at one time; sizes the cache on CPU. places: where engines are put; None: Ray
+    is asked for them.
 
     renew: gives one engine the weights that all others have; set by who owns the weights, before anything is lost.
     """
@@ -72,6 +74,7 @@ class EngineGroup:
         progress_timeout: float = 300.0,
         oversample: float = 1.0,
         note: Callable[[str], None] = lambda _: None,
+        places: Sequence[Place] | None = None,
     ):
         self.config = config
         self.max_restarts = max_restarts
@@ -85,6 +88,7 @@ class EngineGroup:
         self._threads = r.threads or max(1, (os.cpu_count() or 1) // engines)
         self._cache = r.max_total_tokens or self._cache_tokens(engines, oversample)
         self.size = int(r.engine.get("tp_size", 1))  # ranks of an engine
+        self._places = places or places_of(replace(config, rollout=replace(r, engines=engines))).engines
         self.slots = [Slot(number) for number in range(engines)]
         self._updating: list[Slot] = []
         for slot in self.slots:
@@ -108,18 +112,10 @@ class EngineGroup:
         slot.starts += 1
         slot.starting, slot.begun, slot.current = slot.actor.ready.remote(), time.monotonic(), False
 
-    def _place(self, number: int) -> tuple[dict[str, float], dict[str, str]]:
-        """What Ray is asked for an engine, and its environment. Engines share the GPUs of the actor's ranks; several GPUs, of each of
-        which it takes a part, are more than Ray can be asked for, so they are named."""
+    def _place(self, number: int) -> tuple[dict[str, Any], dict[str, str]]:
+        """What Ray is asked for an engine, and its environment."""
         environment = cpu.process_env(self._threads) | interface(self.config.cluster)
-        if not torch.cuda.is_available():
-            return {"num_cpus": 0}, environment
-        if self.size == 1:
-            return {"num_gpus": 0.5}, environment
-        first = number * self.size
-        return {"num_gpus": 0}, environment | {
-            "CUDA_VISIBLE_DEVICES": ",".join(str(first + rank) for rank in range(self.size))
-        }
+        return self._places[number].options, environment | self._places[number].environment
 
     def ready(self) -> None:
         """Wait until all have started, with the folder's weights."""

@@ -20,7 +20,7 @@ from megarl.bridge.model_map import ModelMap
 from megarl.config import Config
 from megarl.config.paths import path_fault, user_path
 from megarl.config.schema import ShapingConfig
-from megarl.controller import checkpoint, role_checks
+from megarl.controller import checkpoint, pools, role_checks
 from megarl.controller.checkpoint import Checkpoint
 from megarl.controller.record import check_recording
 from megarl.errors import ConfigError, UserError
@@ -423,17 +423,12 @@ def port_taken(port: int) -> bool:
 def _gpus(cfg: Config) -> Iterator[str]:
     import torch
 
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else None
-    ranks = {f"{role}.parallel.ranks": layout.ranks for role, layout in cfg.layouts.items()}
-    if gpus is not None and (wanted := sum(ranks.values())) > gpus:
-        numbers = "+".join(map(str, ranks.values())) + (f"={wanted}" if len(ranks) > 1 else "")
-        change = "make them fewer" if len(ranks) > 1 else f"set actor.parallel.ranks={gpus} or less"
-        yield f"{'+'.join(ranks)}={numbers} but this machine has {gpus} GPUs; {change}"
-    engines, size = cfg.rollout.engines, cfg.rollout.engine.get("tp_size", 1)
-    if gpus is not None and type(size) is int and size > 1 and engines * size > gpus:
-        yield (
-            f"rollout.engines*rollout.engine.tp_size={engines}*{size} but this machine has {gpus} GPUs; make one of them smaller"
-        )
+    if (
+        not torch.cuda.is_available() or type(cfg.rollout.engine.get("tp_size", 1)) is not int
+    ):  # the latter is told already
+        return
+    gpus = torch.cuda.device_count()
+    yield from pools.too_many(cfg, gpus, f"this machine has {gpus} GPUs")
 
 
 def _gpu_bytes() -> int | None:

@@ -69,10 +69,12 @@ class _Look:
         if head is not None:
             self.labels = head.labels
         role = key.partition(".")[0]
-        if (own := self.cfg.layouts.get(role)) is not None:
-            self.problems += layout_problems(f"{role}.parallel", own, model)
-            self.problems += [f"{role}.parallel: {problem}" for problem in precision_of(self.cfg, model, own)]
-        elif folder != self.folder:
+        pool = self.cfg.pool(role)
+        if pool != "actor" and (own := self.cfg.layouts.get(pool)) is not None:
+            where, prefix = f"{pool}.parallel", "" if pool == role else f"{key}={path}: "
+            self.problems += [prefix + problem for problem in layout_problems(where, own, model)]
+            self.problems += [f"{prefix or f'{where}: '}{problem}" for problem in precision_of(self.cfg, model, own)]
+        elif pool == "actor" and folder != self.folder:
             self.problems += [f"{key}={path}: {problem}" for problem in self._unlaid(model)]
         if folder != self.folder:
             self.problems += [f"{key}={path}: {problem}" for problem in self._unlike(folder, model)]
@@ -257,9 +259,9 @@ def _without_effect(cfg: Config) -> list[str]:
         if section and section.offload != "none"
     ]
     if torch.cuda.is_available():
-        own = [text for text in asked if (name := text.partition(".")[0]) in cfg.layouts and name != "actor"]
+        own = [text for text in asked if len(cfg.pools[cfg.pool(text.partition(".")[0])]) == 1]
         return (
-            [f"{' and '.join(own)}: on ranks of its own a role makes room for nobody; nothing is moved"] if own else []
+            [f"{' and '.join(own)}: alone on its ranks a role makes room for nobody; nothing is moved"] if own else []
         )
     if not asked:
         return []

@@ -16,12 +16,10 @@ from megarl.observe.observer import Observer
 class Saving:
     """`step`: the last one that is behind a run when it begins."""
 
-    def __init__(self, config: Config, trainer: Trainer, groups: Mapping[str, WorkerGroup], observer: Observer):
+    def __init__(self, config: Config, trainer: Trainer, hosts: Mapping[str, WorkerGroup], observer: Observer):
         self._config, self._trainer, self._observer = config, trainer, observer
         # Only these learn; each is written by the ranks that host it.
-        self._roles = {
-            name: groups.get(name, groups["actor"]) for name in ("actor", "critic") if name == "actor" or config.critic
-        }
+        self._roles = {name: hosts[name] for name in ("actor", "critic") if name in hosts}
         self._checkpoints = Checkpoints(observer.folder.path, config.checkpoint.keep)
         self.step = 0
 

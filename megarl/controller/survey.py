@@ -12,7 +12,7 @@ from megarl.bridge.heads import Head
 from megarl.bridge.model_map import ModelMap
 from megarl.config import Config
 from megarl.config.schema import ParallelConfig
-from megarl.controller import preflight, role_checks
+from megarl.controller import pools, preflight, role_checks
 from megarl.errors import ConfigError, UserError
 from megarl.megatron import limits, parameter_groups
 from megarl.megatron.precision import Machine
@@ -100,12 +100,14 @@ class _Look:
         self._open(role, f"{role}.path", path or self.cfg.model.path, head_of)
         if role not in self.opened:
             return
-        model, own = self.opened[role], self.cfg.layouts.get(role)
-        where, layout = (f"{role}.parallel", own) if own else ("actor.parallel", self.cfg.actor.parallel)
-        prefix = "" if own or path is None else f"{role}.path={path}: "
+        model, pool = self.opened[role], self.cfg.pool(role)
+        if (layout := self.cfg.layouts.get(pool)) is None:  # told already
+            return
+        where = f"{pool}.parallel"
+        prefix = "" if pool == role or path is None else f"{role}.path={path}: "
         self.add(prefix + problem for problem in role_checks.layout_problems(where, layout, model))
-        if own:
-            self.add(f"{where}: {problem}" for problem in self._precision(model, own))
+        if pool != "actor":
+            self.add(f"{where}: {problem}" for problem in self._precision(model, layout))
 
     def _open(self, role: str, key: str, path: str, head_of: _HeadOf | None = None) -> None:
         try:
@@ -124,47 +126,22 @@ class _Look:
 
     def nodes(self) -> int:
         """How many machines there are; problems where they have too few GPUs."""
-        cfg, devices = self.cfg, self.machines.devices
-        size = cfg.rollout.engine.get("tp_size", 1)
-        if not self.machines.gpu or type(size) is not int:  # the latter is told already
+        cfg, each, name = self.cfg, self.machines.devices, self.machines.name
+        if not self.machines.gpu or type(cfg.rollout.engine.get("tp_size", 1)) is not int:  # the latter is told already
             return cfg.cluster.nodes or 1
-        pools = {f"{role}.parallel.ranks": layout.ranks for role, layout in cfg.layouts.items()}
-        wanted, engines = sum(pools.values()), cfg.rollout.engines * size
-        nodes = cfg.cluster.nodes or max(1, -(-gpus(cfg) // devices))
-        if nodes > 1 and cfg.reshard.transport == "colocated":
-            self.cautions.append(
-                f"reshard.transport=colocated moves weights within one machine, and there are {nodes}; set "
-                "reshard.transport=distributed or disk"
+        fewest = max(1, -(-pools.devices(cfg) // each))
+        nodes = cfg.cluster.nodes or fewest
+        self.add(
+            pools.too_many(
+                cfg,
+                nodes * each,
+                f"cluster.nodes={nodes} machines of {each} {name} have {nodes * each} GPUs",
+                f"make them fewer or cluster.nodes={fewest}",
             )
-        there = f"cluster.nodes={nodes} machines of {devices} {self.machines.name} have {nodes * devices} GPUs"
-        if wanted > nodes * devices:
-            numbers = "+".join(map(str, pools.values())) + (f"={wanted}" if len(pools) > 1 else "")
-            self.add(
-                [
-                    f"{'+'.join(pools)}={numbers} but {there}; make the ranks fewer or cluster.nodes={-(-wanted // devices)}"
-                ]
-            )
-        if engines > nodes * devices:
-            product = f"rollout.engines*rollout.engine.tp_size={cfg.rollout.engines}*{size}={engines}"
-            self.add([f"{product} but {there}; make one of them smaller"])
-        for role, layout in cfg.layouts.items():
-            if layout.tensor > devices:
-                self.cautions.append(
-                    f"{role}.parallel.tensor={layout.tensor} is more than the {devices} GPUs of a node: every layer would wait for "
-                    "the network between nodes"
-                )
-        if size > devices:
-            self.cautions.append(
-                f"rollout.engine.tp_size={size} is more than the {devices} GPUs of a node, and engines over several nodes are not "
-                "written yet"
-            )
+        )
+        self.add(pools.too_large(cfg, each, f"a node has {each} {name}"))
+        self.add(pools.not_colocated(cfg, each, f"a node has {each} {name}"))
         return nodes
-
-
-def gpus(cfg: Config) -> int:
-    """How many it takes: engines share those of the actor's ranks."""
-    ranks = sum(layout.ranks for layout in cfg.layouts.values())
-    return max(ranks, cfg.rollout.engines * int(cfg.rollout.engine.get("tp_size", 1)))
 
 
 def _head(folder: Path, head_of: _HeadOf) -> Head:

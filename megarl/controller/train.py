@@ -21,6 +21,7 @@ from megarl.controller.engines import EngineGroup
 from megarl.controller.estimator import Estimator
 from megarl.controller.evaluation import Evaluation
 from megarl.controller.export import export_critic, export_hf
+from megarl.controller.placement import Places, places_of
 from megarl.controller.preflight import Prepared
 from megarl.controller.role_checks import notes
 from megarl.controller.roles import (
@@ -117,7 +118,7 @@ def _run(cfg: Config, prepared: Prepared, observer: Observer, stack: ExitStack, 
 def _build(cfg: Config, prepared: Prepared, observer: Observer, stack: ExitStack) -> tuple[Trainer, Evaluation, Saving]:
     """Start the engine and the ranks beside each other, go back to where a run that goes on was, and give the engine the trainer's
     weights."""
-    r = cfg.rollout
+    r, places = cfg.rollout, places_of(cfg)
     engines = EngineGroup(
         cfg,
         prepared.folder,
@@ -126,10 +127,12 @@ def _build(cfg: Config, prepared: Prepared, observer: Observer, stack: ExitStack
         progress_timeout=r.progress_timeout,
         oversample=r.oversample,
         note=observer.note,
+        places=places.engines,
     )
     stack.callback(engines.shutdown)
-    groups = _groups(cfg, prepared)
-    actor = groups["actor"]
+    groups = _groups(cfg, prepared, places)
+    hosts = {role: groups[pool] for pool, roles in cfg.pools.items() for role in roles if role != "rollout"}
+    actor = hosts["actor"]
     for group in groups.values():
         group.start()
     with observer.stage("start the trainer"):
@@ -146,9 +149,7 @@ def _build(cfg: Config, prepared: Prepared, observer: Observer, stack: ExitStack
     )
     engines.renew = sync.renew
     rewards = Rewarder(cfg.reward, prepared.tokenizer)
-    reward_model = (
-        RewardModel(groups.get("reward_model", actor), cfg.reward_model) if cfg.reward_model else NoRewardModel()
-    )
+    reward_model = RewardModel(hosts["reward_model"], cfg.reward_model) if cfg.reward_model else NoRewardModel()
     start = prepared.resume.step if prepared.resume else 0
     rollout = _rollout(cfg, prepared, engines, rewards, start)
     stack.callback(rollout.close)
@@ -164,8 +165,8 @@ def _build(cfg: Config, prepared: Prepared, observer: Observer, stack: ExitStack
             else NoBaseline()
         ),
         old_policy=Bypassed() if cfg.algorithm.correction.bypass else actor,
-        reference=Reference(groups.get("reference", actor)) if cfg.algorithm.reference else NoReference(),
-        critic=Critic(groups.get("critic", actor)) if cfg.critic else NoCritic(),
+        reference=Reference(hosts["reference"]) if cfg.algorithm.reference else NoReference(),
+        critic=Critic(hosts["critic"]) if cfg.critic else NoCritic(),
         actor=Learner(actor, cfg.critic.warmup_steps if cfg.critic else 0),
         shaping=Shaping(cfg.algorithm.shaping, cfg.rollout.max_new_tokens),
         estimator=Estimator(cfg.algorithm),
@@ -173,7 +174,7 @@ def _build(cfg: Config, prepared: Prepared, observer: Observer, stack: ExitStack
         sync=sync,
         stage=observer.stage,
     )
-    saving = Saving(cfg, trainer, groups, observer)
+    saving = Saving(cfg, trainer, hosts, observer)
     trainer.while_idle = saving.look
     if prepared.resume is not None:
         with observer.stage("read the checkpoint"):
@@ -183,16 +184,14 @@ def _build(cfg: Config, prepared: Prepared, observer: Observer, stack: ExitStack
     return trainer, Evaluation(prepared.sources.eval, engines, rewards, cfg), saving
 
 
-def _groups(cfg: Config, prepared: Prepared) -> dict[str, WorkerGroup]:
-    """The actor's ranks, and those of each role that has its own."""
-    own = {name: layout for name, layout in cfg.layouts.items() if name != "actor"}
-    hosted = prepared.models.without(*own)
-    groups = {"actor": WorkerGroup(cfg, hosted, prepared.model.dims.hidden)}
-    for name, layout in own.items():
-        models = prepared.models.only(name)
-        hidden = int(read_config(Path(getattr(models, name)))["hidden_size"])
-        threads = getattr(cfg, name).threads
-        groups[name] = WorkerGroup(cfg, models, hidden, name=name.replace("_", " "), layout=layout, threads=threads)
+def _groups(cfg: Config, prepared: Prepared, places: Places) -> dict[str, WorkerGroup]:
+    """The ranks of each pool."""
+    groups = {}
+    for pool in cfg.layouts:
+        models = prepared.models.only(*(role for role in cfg.pools[pool] if role != "rollout"))
+        first = Path(getattr(models, pool))
+        hidden = prepared.model.dims.hidden if pool == "actor" else int(read_config(first)["hidden_size"])
+        groups[pool] = WorkerGroup(cfg, models, hidden, pool=pool, places=places.ranks[pool])
     return groups
 
 

@@ -16,9 +16,9 @@ from megarl.algorithms.value_loss import ValueObjective
 from megarl.batch import Batch, Level
 from megarl.batch.packing import shares
 from megarl.config import Config
-from megarl.config.schema import ClusterConfig, ParallelConfig
+from megarl.config.schema import ClusterConfig
 from megarl.controller.calls import Later, wait_for
-from megarl.controller.placement import options
+from megarl.controller.placement import Place, places_of
 from megarl.errors import RunError
 from megarl.reshard.bucket import BucketSpec
 from megarl.reshard.exposure import Exposure
@@ -32,7 +32,7 @@ _ROLES = {"update": "actor", "update_critic": "critic"}
 
 
 class WorkerGroup:
-    """Roles on `layout.ranks` processes: the actor with all that stand on its ranks, or one role that has ranks of its own.
+    """The ranks of a pool, which host the actor and all that stand with it, or roles that have ranks of their own.
 
     Calls of one group come to its ranks in the order in which they were begun, whoever waits for them and when.
     """
@@ -43,28 +43,29 @@ class WorkerGroup:
         models: Models,
         hidden: int,
         *,
-        name: str = "trainer",
-        layout: ParallelConfig | None = None,
-        threads: int | None = None,
+        pool: str = "actor",
+        places: Sequence[Place] | None = None,
     ):
         """`models`: of the roles that are hosted. `hidden`: the size of the first one's hidden states; what attention costs beside
-        the rest of a layer follows from it. `name`: what failures call the ranks by. `layout` and `threads` None: the actor's."""
+        the rest of a layer follows from it. `pool`: the section that describes the ranks. `places` None: Ray is
+        asked for some."""
         self.config = config
         self._pair_cost = 1 / (6 * hidden)  # multiplications: 4 hidden for a pair of rows, 24 hidden² for a row
-        self.layout = layout or config.actor.parallel
+        self.layout = config.layouts[pool]
         self.data_size = self.layout.data
+        name = "trainer" if pool == "actor" else pool.replace("_", " ")  # what failures call the ranks by
         self._process = f"{name} rank"
         self._starting = f"starting the {name}"
         self._timeout = config.cluster.worker_timeout
-        threads = threads if layout else config.actor.threads
+        threads = getattr(config, pool).threads
         environment = cpu.process_env(threads or max(1, (os.cpu_count() or 1) // self.layout.ranks))
         environment |= _search_path() | {"MEGARL_RANKS": name}  # for whoever looks at the processes of a machine
         environment |= interface(config.cluster)
         self.actors = [
             ray.remote(Worker)
-            .options(runtime_env={"env_vars": environment}, max_concurrency=1, **place)
+            .options(runtime_env={"env_vars": environment | there.environment}, max_concurrency=1, **there.options)
             .remote(config, models, self.layout, threads)
-            for place in options(self.layout, shared=layout is None, name=name, timeout=self._timeout)
+            for there in places or places_of(config).ranks[pool]
         ]
         self._objective = Objective.from_config(config.algorithm)
         self._value_objective = ValueObjective.from_config(config.critic) if config.critic is not None else None

@@ -27,6 +27,7 @@ from megarl.bridge.layout import Cut
 from megarl.bridge.states import SIZES
 from megarl.config import Config
 from megarl.config.schema import ParallelConfig
+from megarl.controller.pools import engine_size
 from megarl.plan.hardware import Hardware
 from megarl.plan.memory import Plan, Role
 
@@ -224,12 +225,11 @@ def _weights(plan: Plan) -> Iterator[Traffic]:
     model = plan.surveyed.models["actor"]
     size = SIZES[cfg.rollout.dtype or cfg.model.dtype]
     whole = sum(map(prod, model.hf_shapes.values())) * size
-    ranks, each = cfg.actor.parallel.ranks, int(cfg.rollout.engine.get("tp_size", 1))
-    receivers = cfg.rollout.engines * each
+    ranks, receivers = cfg.actor.parallel.ranks, cfg.rollout.engines * engine_size(cfg)
     if cfg.reshard.transport == "distributed":
         share = whole / ranks  # to every rank of every engine
         devices = hardware.devices if hardware.gpu else 1 << 30
-        near = min(receivers, devices)
+        near = min(receivers, max(0, devices - ranks) if plan.apart else devices)  # on the sender's node
         yield Traffic("actor", "actor", "weights, sent", round(share * near), round(share * (receivers - near)))
         return
     link = "host" if cfg.reshard.transport == "colocated" else "between"

@@ -13,6 +13,7 @@ from megarl.bridge.model_map import ModelMap
 from megarl.bridge.states import SIZES, Held, Learning, States
 from megarl.config import Config
 from megarl.config.schema import OptimizerConfig, ParallelConfig
+from megarl.controller.pools import engine_size
 from megarl.controller.survey import Surveyed
 from megarl.megatron import parameter_groups
 from megarl.plan.engine import EngineLoad, engine_load
@@ -57,8 +58,8 @@ class Role:
         optimizer = {"actor": cfg.actor.optimizer, "critic": cfg.critic and cfg.critic.optimizer}.get(name)
         self.learns = optimizer is not None
         self.looks = name != "actor" or not cfg.algorithm.correction.bypass
-        own = name != "actor" and name in cfg.layouts
-        offload = "none" if own or not hardware.gpu else getattr(cfg, name).offload  # alone, it makes room for nobody
+        alone = len(cfg.pools[cfg.pool(name)]) == 1  # it makes room for nobody
+        offload = "none" if alone or not hardware.gpu else getattr(cfg, name).offload
         self.leaves = {"none": (), "optimizer": ("gradients", "optimizer"), "all": Held._fields[:3]}[offload]
         learning = None
         if optimizer is not None:
@@ -132,8 +133,9 @@ class Plan:
         self.engine: EngineLoad = engine_load(cfg, surveyed.models["actor"], hardware)
         self.pools: dict[str, dict[str, Role]] = {pool: {} for pool in cfg.layouts}
         for name in surveyed.models:
-            pool = name if name in cfg.layouts else "actor"
+            pool = cfg.pool(name)
             self.pools[pool][name] = Role(name, surveyed, hardware, cfg.layouts[pool])
+        self.apart = cfg.rollout.pool == "rollout"  # engines share no devices
 
     @cached_property
     def largest_bucket(self) -> int:
@@ -145,8 +147,17 @@ class Plan:
 
     @cached_property
     def loads(self) -> list[Load]:
-        """Of every rank of every pool in every phase."""
-        return [load for pool in self.pools for load in self._of_pool(pool)]
+        """Of every rank of every pool in every phase; with GPUs also of the ranks of engines that have their own."""
+        own = self._of_engines() if self.apart and self.hardware.gpu else ()
+        return [*(load for pool in self.pools for load in self._of_pool(pool)), *own]
+
+    def _of_engines(self) -> Iterator[Load]:
+        for rank in range(self.config.rollout.engines * engine_size(self.config)):
+            for phase in PHASES:
+                buffers = self._received if phase == "sync" else 0
+                yield Load(
+                    phase, "rollout", rank, 0, "", engine=self.engine.weights, cache=self.engine.cache, buffers=buffers
+                )
 
     def _of_pool(self, pool: str) -> Iterator[Load]:
         parallel = self.config.layouts[pool]
@@ -167,7 +178,8 @@ class Plan:
             return [role for role in roles.values() if role.looks] or [None]
         if phase == "update":
             return [role for role in roles.values() if role.learns] or [None]
-        return [roles.get("actor") if phase == "sync" else None]
+        # Who shares no device with engines stays while they sample.
+        return [roles.get("actor") if phase == "sync" or self.apart else None]
 
     def _load(self, phase: str, pool: str, place: Seat, held: dict[str, Held], works: Role | None) -> Load:
         exact = works is not None and works.name == "actor" and self.config.algorithm.exact_kl == "full"
@@ -181,16 +193,16 @@ class Plan:
             pool,
             place.rank,
             place.pipeline,
-            works.name if works else "",
+            works.name if works and phase != "rollout" else "",
             *(sum(getattr(part, kind) for part in parts) for kind in Held._fields[:3]),
             host=sum(part.host for part in parts),
         )
-        if works is not None and phase != "sync":
+        if works is not None and phase in ("log-probs", "update"):
             load = replace(load, activations=works.activations(place.pipeline, learns=phase == "update"))
         if pool == "actor" and self.hardware.gpu:
-            load = replace(load, engine=self.engine.weights, cache=self.engine.cache)
-            if phase == "sync":
-                load = replace(load, buffers=self._device_buffers)
+            shared = 0 if self.apart else 1
+            buffers = (self._sent + shared * self._received) if phase == "sync" else 0
+            load = replace(load, engine=shared * self.engine.weights, cache=shared * self.engine.cache, buffers=buffers)
         return load
 
     def _without_shared(self, held: Held, place: Seat) -> Held:
@@ -200,15 +212,18 @@ class Plan:
             return held
         return held._replace(parameters=held.parameters - self.pools["actor"]["actor"].states.frozen(place))
 
+    @property
+    def _sent(self) -> int:
+        """Buffers of a trainer's rank for weights that go as messages: two (reshard/link.py)."""
+        return 2 * self.largest_bucket if self.config.reshard.transport == "distributed" else 0
+
     @cached_property
-    def _device_buffers(self) -> int:
-        """Of weights that come as messages: each rank keeps two for each that it has a message of, an engine's rank one more for
-        tensors that come in parts (reshard/link.py)."""
+    def _received(self) -> int:
+        """Of an engine's rank: two for each rank that it has a message of, and one for tensors that come in parts."""
         if self.config.reshard.transport != "distributed":
             return 0
         sources = self.config.actor.parallel.ranks
-        largest = min(self.largest_bucket, self._largest_piece())
-        return 2 * self.largest_bucket + 2 * sources * largest + self.largest_bucket
+        return 2 * sources * min(self.largest_bucket, self._largest_piece()) + self.largest_bucket
 
     def _largest_piece(self) -> int:
         """Bytes of the largest part of a tensor that a trainer's rank answers for, but for embedding and output layer."""
@@ -232,7 +247,7 @@ class Plan:
         mine = [load for load in self.loads if load.phase == phase]
         if hardware.gpu:
             return shared + max(load.host for load in mine) * min(hardware.devices, len(mine))
-        size = int(cfg.rollout.engine.get("tp_size", 1))
+        size = engine_size(cfg)
         held = sum(load.total for load in mine) + cfg.rollout.engines * size * (self.engine.weights + self.engine.cache)
         # Ranks, an engine's ranks and the process that leads them, the controller with Ray.
         processes = len(mine) + cfg.rollout.engines * (size + 1) + 1

@@ -8,6 +8,7 @@ from math import prod
 from typing import Any
 
 from megarl.bridge.grid import seat
+from megarl.controller.pools import engine_size
 from megarl.plan.hardware import GIB
 from megarl.plan.links import LINKS, Traffic, compute_seconds
 from megarl.plan.memory import PHASES, Load, Plan
@@ -24,7 +25,8 @@ _COLUMNS = {
 
 def shown(plan: Plan, sent: Sequence[Traffic], verdict: Verdict) -> str:
     """The whole plan."""
-    blocks = ["\n".join(_head(plan)), _roles(plan), *(_phases(plan, pool) for pool in plan.pools)]
+    pools = [*plan.pools, *(["rollout"] if plan.apart and plan.hardware.gpu else [])]
+    blocks = ["\n".join(_head(plan)), _roles(plan), *(_phases(plan, pool) for pool in pools)]
     blocks += [_beside(plan), _links(plan, sent)]
     last = [*(f"not yet: {text}" for text in plan.surveyed.cautions), verdict.sentence]
     return "\n\n".join([*blocks, "\n".join(last)])
@@ -55,9 +57,11 @@ def _head(plan: Plan) -> Iterator[str]:
     for pool, layout in cfg.layouts.items():
         role = next(iter(plan.pools[pool].values()))
         experts = f", expert {layout.expert}" if layout.expert > 1 else ""
-        yield f"{pool}: {_count(layout.ranks, 'rank')}: {role.layout}{experts}, data {layout.data}"
-    size = int(r.engine.get("tp_size", 1))
-    yield f"rollout: {_count(r.engines, 'engine')} of {_count(size, 'rank')}"
+        beside = [name for name in plan.pools[pool] if name != pool]
+        others = f", with {' and '.join(beside)}" if beside else ""
+        yield f"{pool}{others}: {_count(layout.ranks, 'rank')}: {role.layout}{experts}, data {layout.data}"
+    where = "apart" if plan.apart else "on the actor's devices"
+    yield f"rollout: {_count(r.engines, 'engine')} of {_count(engine_size(cfg), 'rank')}, {where}"
     actor = plan.pools["actor"]["actor"]
     yield (
         f"a step: {cfg.data.prompts_per_step * r.n} samples of at most {cfg.data.max_prompt_tokens}+{r.max_new_tokens} tokens; "
@@ -81,6 +85,8 @@ def ranks_told(plan: Plan, pool: str) -> dict[int, str]:
     for load in plan.loads:
         if load.pool == pool:
             peaks[load.rank] = max(peaks.get(load.rank, 0), load.total)
+    if pool == "rollout":
+        return {0: "each"}
     parallel = plan.config.layouts[pool]
     if parallel.ranks == 1:
         return {0: "0"}

@@ -9,8 +9,7 @@ from typing import Any
 
 from megarl import config
 from megarl.config import Config
-from megarl.controller import role_checks
-from megarl.controller.survey import gpus
+from megarl.controller import pools, role_checks
 from megarl.plan.hardware import GIB, Hardware
 from megarl.plan.memory import PHASES, Plan
 
@@ -142,7 +141,7 @@ def _moved(cfg: Config) -> Iterator[Change]:
     }
     for kind in ("optimizer", "all"):
         for role, there in sections.items():
-            if there and role not in [name for name in cfg.layouts if name != "actor"]:
+            if there and len(cfg.pools[cfg.pool(role)]) > 1:
                 yield {f"{role}.offload": kind}
 
 
@@ -161,10 +160,11 @@ def _after(plan: Plan, change: Change) -> Plan | None:
     model = plan.surveyed.models["actor"]
     if config.problems(cfg) or list(role_checks.layout_problems("actor.parallel", cfg.actor.parallel, model)):
         return None
+    each = plan.hardware.devices
     nodes = cfg.cluster.nodes or plan.surveyed.nodes
     if plan.hardware.gpu:
-        wanted = gpus(cfg)
-        nodes = cfg.cluster.nodes or -(-wanted // plan.hardware.devices)
-        if wanted > nodes * plan.hardware.devices:
+        wanted = pools.devices(cfg)
+        nodes = cfg.cluster.nodes or -(-wanted // each)
+        if wanted > nodes * each or [*pools.too_large(cfg, each, ""), *pools.not_colocated(cfg, each, "")]:
             return None
     return Plan(replace(plan.surveyed, config=cfg, nodes=nodes), plan.hardware)

@@ -34,10 +34,10 @@ class Hosted:
         """The engine of a role that `learning` has left in place."""
         return self._engines[name]
 
-    def rest(self) -> dict[str, float]:
-        """Everything that may leave the device leaves it: the engines sample now. Answers what was moved, there and back, since
-        the last time: `offload/gigabytes`, `offload/seconds`; {} where nothing was."""
-        for name in self._engines:
+    def rest(self, *, leave: bool = True) -> dict[str, float]:
+        """The engines sample now. With `leave`, as they share the device, everything that may leave it does. Answers what was moved,
+        there and back, since the last time: `offload/gigabytes`, `offload/seconds`; {} where nothing was."""
+        for name in self._engines if leave else ():
             self._send_away(name)
         moved = {"offload/gigabytes": self._bytes / 1e9, "offload/seconds": self._seconds} if self._bytes else {}
         self._bytes, self._seconds = 0, 0.0

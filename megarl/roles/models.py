@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megarl.config import Config
 
@@ -16,13 +16,9 @@ class Models:
     critic: str | None = None
     reward_model: str | None = None
 
-    def only(self, role: str) -> Models:
-        """For ranks that host this role alone."""
-        return Models(**{role: getattr(self, role)})
-
-    def without(self, *roles: str) -> Models:
-        """For ranks that host all but these."""
-        return replace(self, **dict.fromkeys(roles))
+    def only(self, *roles: str) -> Models:
+        """For ranks that host these roles alone."""
+        return Models(**{role: getattr(self, role) for role in roles})
 
 
 def updates(cfg: Config) -> dict[str, int]:

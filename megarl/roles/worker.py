@@ -189,8 +189,8 @@ class Worker:
             return saving.load(Path(folder), role, engine, self.place)
 
     def rest(self) -> dict[str, float]:
-        """The roles make room on the device, as far as the configuration says; what was moved since the last time."""
-        return self.roles.rest()
+        """The roles make room for engines on their device, as far as the configuration says; what was moved since the last time."""
+        return self.roles.rest(leave=self.config.rollout.pool == "actor")
 
     def _answer(self, done: Batch | None, names: dict[str, str]) -> Batch | None:
         """Only the primary rank of a data-parallel group sends an answer; the others hold the same one or none."""

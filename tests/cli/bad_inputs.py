@@ -337,6 +337,40 @@ CASES = {
             "reward_model.parallel.ranks=3 does not divide by tensor*pipeline*context=1*2*1; set reward_model.parallel.ranks=4",
         ),
     ),
+    "pools": bad(
+        "critic={pool: critic}",
+        "algorithm.advantage=gae",
+        "reference.pool=critic",
+        "reward_model={path: tiny-qwen3-reward, pool: actor, parallel: {ranks: 2}}",
+        "rollout.pool=engines",
+        said=(
+            "critic.pool=critic gives it ranks of its own, and nothing says how many; set critic.parallel.ranks",
+            "reference.pool=critic but nothing is compared with it",
+            "reward_model.pool=actor puts it on ranks that actor.parallel describes, and reward_model.parallel describes ranks of",
+            "rollout.pool must be one of actor, rollout, not 'engines'",
+        ),
+    ),
+    "pools that are not there": bad(
+        "algorithm.kl_coefficient=0.1",
+        "algorithm.kl_estimator=full",
+        "reference={pool: reward_model, threads: 1}",
+        "reward_model={path: tiny-qwen3-reward, pool: critic}",
+        said=(
+            "reference.pool=reward_model, and reward_model has no ranks of its own; set reward_model.parallel.ranks, or leave",
+            "reward_model.pool=critic, and critic is not in this recipe; set critic.parallel.ranks, or leave reward_model.pool out",
+            "reference.threads=1 is about ranks of its own, and it stands on those of pool reward_model; set reward_model.threads",
+            "algorithm.kl_estimator=full needs the reference's output layer beside the actor's, and reference.pool is reward_model",
+        ),
+    ),
+    "a role on another's layout": bad(
+        "algorithm.advantage=gae",
+        "critic.parallel={ranks: 4, tensor: 4}",
+        "reward_model={path: tiny-qwen3-reward, pool: critic}",
+        said=(
+            "  - critic.parallel.tensor=4: tensor parallelism 4",
+            "reward_model.path=tiny-qwen3-reward: critic.parallel.tensor=4: tensor parallelism 4",
+        ),
+    ),
     "sequence parallel alone": bad("actor.parallel.sequence=true", said="actor.parallel.sequence=true splits over"),
     "batch does not divide": bad(
         "algorithm.mini_batches=3",

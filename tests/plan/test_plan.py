@@ -67,6 +67,31 @@ def test_roles_and_pools_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFi
     assert loads["rollout"]["host"] == there["parameters"] - loads["rollout"]["parameters"] > 0 == there["host"]
 
 
+def test_engines_apart_and_roles_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What an engine holds is on its own GPU, and in a pool of two roles one makes room for the other."""
+    ppo = ["configs/recipes/ppo.yaml", "--hardware", "h100", "critic.parallel.ranks=1", "reward_model.pool=critic"]
+    ppo += ["critic.offload=all", "reshard.transport=distributed"]
+    _, shared = plan(tmp_path, *ppo)
+    assert "rollout: 1 engine of 1 rank, on the actor's devices" in capsys.readouterr().out
+    code, apart = plan(tmp_path, *ppo, "rollout.pool=rollout")
+    said = capsys.readouterr().out
+    assert (
+        code == 0
+        and "critic, with reward_model: 1 rank" in said
+        and "rollout's ranks" in said
+        and "1 rank, apart" in said
+    )
+
+    def load(facts: dict[str, Any], pool: str, phase: str) -> dict[str, Any]:
+        return next(x for x in facts["ranks"] if (x["pool"], x["phase"], x["rank"]) == (pool, phase, 0))
+
+    for phase in PHASES:
+        one, (actor, engine) = load(shared, "actor", phase), (load(apart, pool, phase) for pool in ("actor", "rollout"))
+        assert one["engine"] == engine["engine"] > 0 and one["cache"] == engine["cache"] > 0
+        assert actor["engine"] == actor["cache"] == 0 and one["total"] == actor["total"] + engine["total"]
+    assert load(apart, "critic", "log-probs")["host"] > 0 == load(apart, "critic", "update")["host"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -77,7 +102,11 @@ def test_roles_and_pools_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFi
         (["actor.parallel.tensor=3"], "does not divide by tensor*pipeline*context=3*1*1"),
         (["model.path=nowhere"], "There is no model folder nowhere"),
         (["--hardware", "h100", "actor.parallel.ranks=16", "cluster.nodes=1", "cluster.address=auto"],
-         "actor.parallel.ranks=16 but cluster.nodes=1 machines of 8 H100 have 8 GPUs; make the ranks fewer or cluster.nodes=2"),
+         "actor.parallel.ranks=16 but cluster.nodes=1 machines of 8 H100 have 8 GPUs; make them fewer or cluster.nodes=2"),
+        (["--hardware", "h100", "actor.parallel.ranks=9", "actor.parallel.tensor=9"],
+         "actor.parallel.tensor=9: a tensor-parallel group is kept inside a node, and a node has 8 H100"),
+        (["--hardware", "h100", "rollout.pool=rollout", "rollout.engines=7"],
+         "reshard.transport=colocated moves weights through one node's memory, where actor and engines take 9 devices, and a node"),
         (["--hardware", "a100", "model.dtype=bfloat16", "actor.precision.fp8=mxfp8"],
          "needs a GPU of compute capability 10.0 or higher, and this one has 8.0"),
         (["--dry-run", "--rank", "5"], "--rank 5: the actor's ranks are 0 to 1"),
