@@ -15,6 +15,7 @@ from megarl.algorithms import Objective, denominators
 from megarl.algorithms.value_loss import ValueObjective
 from megarl.batch import Batch, Level
 from megarl.batch.packing import shares
+from megarl.bridge.layout import Copy
 from megarl.config import Config
 from megarl.config.schema import ClusterConfig
 from megarl.controller.calls import Later, wait_for
@@ -117,6 +118,9 @@ class WorkerGroup:
 
     def write(self, bucket: BucketSpec, role: str = "actor") -> list[dict[str, int]]:
         return self._all("write", "writing weights", bucket, role)
+
+    def pieces(self, bucket: BucketSpec, role: str) -> list[list[tuple[Copy, torch.Tensor]]]:
+        return self._all("pieces", "sending weights", bucket, role)
 
     def write_stream(self, stream: Stream) -> list[dict[str, int]]:
         return self._all("write_stream", "writing weights", stream)

@@ -116,6 +116,15 @@ class ShardWriter:
         kinds = {item.name: getattr(torch, item.dtype) for item in bucket.tensors}
         return {name: _share(self._slices[name], kinds[name]) for name in bucket.prove if self._slices.get(name)}
 
+    @torch.no_grad()
+    def pieces(self, bucket: BucketSpec) -> list[tuple[Copy, torch.Tensor]]:
+        """Copies of this rank's part of a bucket, in the bucket's dtype and in CPU memory, each with where it belongs."""
+        return [
+            (piece.copy, piece.tensor[piece.copy.local].to("cpu", getattr(torch, item.dtype), copy=True))
+            for item in bucket.tensors
+            for piece in self._slices.get(item.name, ())
+        ]
+
     def regions(self) -> dict[str, list[Region]]:
         """What this rank answers for."""
         return {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray.util
 
@@ -23,6 +23,11 @@ from megarl.reshard.transfer import Member
 from megarl.roles.models import Models
 from megarl.roles.ports import unused_port
 from megarl.roles.watch import watched
+
+if TYPE_CHECKING:
+    import torch
+
+    from megarl.bridge.layout import Copy
 
 
 @watched
@@ -133,6 +138,11 @@ class Worker:
         shares of the fingerprints that the bucket asks for."""
         with self.roles.looking(role):
             return self.writers[role].write(bucket)
+
+    def pieces(self, bucket: BucketSpec, role: str) -> list[tuple[Copy, torch.Tensor]]:
+        """This rank's slices of a bucket's tensors, for who shares no memory with it; each with where it belongs."""
+        with self.roles.looking(role):
+            return self.writers[role].pieces(bucket)
 
     def write_stream(self, stream: Stream) -> dict[str, int]:
         """The actor's slices of all buckets of an update, as the engines let go of those before."""

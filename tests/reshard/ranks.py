@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from megarl.bridge.layout import Copy
 from megarl.reshard.bucket import BucketSpec
 from megarl.reshard.exposure import Exposure
 from megarl.reshard.link import Meeting, Outlet, Regions
@@ -46,6 +47,9 @@ class Ranks:
 
     def fingerprints(self, names: Sequence[str], dtype: str) -> list[dict[str, int]]:
         return self._all("fingerprints", list(names), dtype)
+
+    def pieces(self, bucket: BucketSpec) -> list[list[tuple[Copy, torch.Tensor]]]:
+        return self._all("pieces", bucket)
 
     def __len__(self) -> int:
         return len(self._pipes)
@@ -135,6 +139,9 @@ class _Server:
         self._rank = rank
         self._first = [tensor.detach().clone() for _, tensor in self.engine.parameters()]
         self._frozen: dict[str, list[Any]] = {}
+
+    def pieces(self, bucket: BucketSpec) -> list[tuple[Copy, torch.Tensor]]:
+        return self.writer.pieces(bucket)
 
     def regions(self) -> Regions:
         return self.writer.regions()

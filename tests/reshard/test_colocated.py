@@ -17,6 +17,7 @@ from megarl.bridge.model_map import ModelMap
 from megarl.errors import RunError
 from megarl.reshard.bucket import BucketSpec
 from megarl.reshard.colocated import Colocated
+from megarl.reshard.gathered import gathered
 from megarl.reshard.stream import Control, Stream
 from tests.reshard.receiver import Receiver
 from tests.reshard.whole import Whole
@@ -28,14 +29,16 @@ def transfer(folder: Path) -> Colocated:
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2"])
 def test_an_export_reads_every_tensor(ranks, folder, layout: str) -> None:
+    """Through shared memory, and as messages."""
     want = load_file(folder(layout) / "model.safetensors")
     colocated = transfer(folder(layout))
     try:
         exported = {name: tensor.clone() for name, tensor in colocated.tensors(ranks(layout))}
     finally:
         colocated.close()
-    assert exported.keys() == want.keys()
-    assert all(torch.equal(exported[name], tensor) for name, tensor in want.items())
+    sent = dict(gathered(colocated.buckets, ranks(layout)))
+    assert list(exported) == list(sent) and exported.keys() == want.keys()
+    assert all(torch.equal(exported[name], tensor) and torch.equal(sent[name], tensor) for name, tensor in want.items())
 
 
 def test_a_rank_that_fails_is_named_though_engines_wait_for_it(folder) -> None:
