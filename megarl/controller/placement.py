@@ -7,13 +7,14 @@ A rank takes a device of its block; an engine that shares them takes none and is
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 import torch
-from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.config import Config
@@ -22,6 +23,7 @@ from megarl.controller.pools import blocks, engine_size
 from megarl.errors import RunError
 
 NAMES = {"GPU": "GPUs", "CPU": "cores"}
+Block = tuple[PlacementGroup, int]  # devices on one node: what Ray has lent, and which part of it
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,11 @@ class Place:
 
 @dataclass(frozen=True)
 class Places:
-    """Of every rank of every pool, in order, and of every engine."""
+    """Of every rank of every pool, in order, and of every engine. `nodes`: where the pools lie, in words; empty on one machine."""
 
     ranks: dict[str, list[Place]]
     engines: list[Place]
+    nodes: str = ""
 
 
 def places_of(cfg: Config) -> Places:
@@ -56,7 +59,7 @@ def placed(cfg: Config, resource: str) -> Places:
     for fault in _faults(cfg, resource):
         raise RunError(fault)
     cut = blocks(cfg)
-    held: dict[str, list[tuple[PlacementGroup, int]]] = {}  # by pool, of each block
+    held: dict[str, list[Block]] = {}
     for names in _together(cfg, cut):
         bundles = [(name, {resource: float(size)}) for name in names for size in cut[name]]
         here = cfg.reshard.transport == "colocated" and "actor" in names
@@ -71,12 +74,10 @@ def placed(cfg: Config, resource: str) -> Places:
         pool: [_in(held[pool][rank // cut[pool][0]], resource, 1) for rank in range(layout.ranks)]
         for pool, layout in cfg.layouts.items()
     }
-    return Places(ranks, _engines(cfg, cut, held, resource))
+    return Places(ranks, _engines(cfg, cut, held, resource), _nodes(cut, held, resource))
 
 
-def _engines(
-    cfg: Config, cut: Mapping[str, list[int]], held: Mapping[str, list[tuple[PlacementGroup, int]]], resource: str
-) -> list[Place]:
+def _engines(cfg: Config, cut: Mapping[str, list[int]], held: Mapping[str, list[Block]], resource: str) -> list[Place]:
     size = engine_size(cfg)
     if "rollout" in cut:
         return [_in(block, resource, size) for block in held["rollout"]]
@@ -90,17 +91,28 @@ def _engines(
     return places
 
 
-def _in(block: tuple[PlacementGroup, int], resource: str, devices: int) -> Place:
+def _in(block: Block, resource: str, devices: int) -> Place:
     asked = {"num_gpus": devices, "num_cpus": 0} if resource == "GPU" else {"num_cpus": devices}
     return Place(asked | {"scheduling_strategy": PlacementGroupSchedulingStrategy(*block)})
 
 
-def _shown(held: list[tuple[PlacementGroup, int]], sizes: list[int]) -> list[list[str]]:
+def _shown(held: list[Block], sizes: list[int]) -> list[list[str]]:
     """What the GPUs of each block are called on its node."""
     ask = ray.remote(lambda: [str(gpu) for gpu in ray.get_gpu_ids()])
     return ray.get(
         [ask.options(**_in(block, "GPU", size).options).remote() for block, size in zip(held, sizes, strict=True)]
     )
+
+
+def _nodes(cut: Mapping[str, list[int]], held: Mapping[str, list[Block]], resource: str) -> str:
+    names = {node["NodeID"]: f"node {at} ({node['NodeManagerAddress']})" for at, node in enumerate(ray.nodes())}
+    told = []
+    for pool, there in held.items():
+        counts: Counter[str] = Counter()
+        for (group, bundle), size in zip(there, cut[pool], strict=True):
+            counts[names[placement_group_table(group)["bundles_to_node_id"][bundle]]] += size
+        told.append(f"{pool}: " + ", ".join(f"{count} on {node}" for node, count in counts.items()))
+    return f"{NAMES[resource]} of the pools: {'; '.join(told)}" if len(names) > 1 else ""
 
 
 def _together(cfg: Config, cut: Mapping[str, list[int]]) -> list[list[str]]:

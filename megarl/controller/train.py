@@ -119,6 +119,8 @@ def _build(cfg: Config, prepared: Prepared, observer: Observer, stack: ExitStack
     """Start the engine and the ranks beside each other, go back to where a run that goes on was, and give the engine the trainer's
     weights."""
     r, places = cfg.rollout, places_of(cfg)
+    if places.nodes:
+        observer.note(places.nodes)
     engines = EngineGroup(
         cfg,
         prepared.folder,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shlex
 import signal
@@ -21,11 +22,8 @@ from tests.distributed import free_port
 
 # Adam makes much of little: four steps of 1e-3 on another layout differ by 2e-5 where a gradient is next to nothing.
 LEARNS = (*PPO, "critic.optimizer.lr=1e-4")
-APART = (  # actor on two cores of one node, the critic on a core of another
-    "critic.parallel.ranks=1",
-    "reshard.transport=distributed",
-)
-
+CRITIC = ("critic.parallel.ranks=1", "reshard.transport=distributed")
+APART = (*CRITIC, "rollout.pool=rollout")
 
 NODE = {"MEGARL_NODE_CPUS": "2", "MEGARL_NODE_OBJECT_STORE_MB": "100"}
 # What Slurm would have: two nodes of this name, and a srun that starts its command once for each of them.
@@ -127,10 +125,16 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("way", ["torchrun", "slurm", "ray"])
-def test_two_machines_do_what_one_does(way: str, alone: tuple[Path, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("way", "pools"), [("torchrun", APART), ("slurm", APART), ("ray", APART), ("torchrun", CRITIC)],
+    ids=["torchrun", "slurm", "ray", "torchrun, engine on the actor's ranks"],
+)  # fmt: skip
+def test_two_machines_do_what_one_does(
+    way: str, pools: tuple[str, ...], alone: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """The actor on two cores of one, the critic on one of the other, the engine on its other one or with the actor."""
     one, recording = alone
-    with Machines(tmp_path, *LEARNS, *APART, f"rollout.replay={recording}", way=way) as two:
+    with Machines(tmp_path, *LEARNS, *pools, f"rollout.replay={recording}", way=way) as two:
         if way == "ray":
             assert two.agents[0].wait(400) == 0, two.said[-3000:]
             assert [agent.poll() for agent in two.agents[1:]] == [None, None]  # the cluster is not the run's to end
@@ -138,6 +142,13 @@ def test_two_machines_do_what_one_does(way: str, alone: tuple[Path, Path], tmp_p
             assert not any(two.codes(400)), two.said[-3000:]
     (folder,) = two.root.iterdir()
     check_same(one, folder, 1e-5)
+    there = re.search(
+        r"cores of the pools: actor: 2 on node (\d) .*; critic: 1 on node (\d)(?: .*; rollout: 1 on node (\d))?",
+        two.said,
+    )
+    assert there, two.said[-3000:]
+    actor, critic, engine = there.groups()
+    assert critic != actor and engine == (critic if pools == APART else None)
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from megarl.bridge.hf_io import HFReader
 from tests.controller.runs import Run
 
 PPO = "configs/recipes/ppo.yaml"
-OWN = (
+OWN = (  # ranks of its own for each
     "critic.parallel.ranks=1",
     "critic.threads=1",
     "reference.parallel={ranks: 2, pipeline: 2}",
@@ -21,22 +22,44 @@ OWN = (
     "reward_model.parallel.ranks=1",
     "reward_model.threads=1",
 )
+TOGETHER = (  # all but the actor on the critic's ranks
+    "critic.parallel={ranks: 2, pipeline: 2}",
+    "critic.threads=1",
+    "reference.pool=critic",
+    "reward_model.pool=critic",
+)
 # A large eps: AdamW's first step is else the sign of the gradient, which rounding turns where it is nearly 0.
 COMMON = ("critic.path=tiny-qwen3-reward", "actor.optimizer.eps=1e-2", "critic.optimizer.eps=1e-2", "data.eval=null")
 COMMON += ("observe.progress=false", "actor.threads=1")
 
 
+Result = tuple[list[dict[str, Any]], list[tuple[str, torch.Tensor]]]
+
+
+def result(folder: Path, *overrides: str) -> Result:
+    """Metrics of the steps, and the weights of both learners after them."""
+    with Run(folder, *COMMON, *overrides, config=PPO) as run:
+        assert run.finish() == 0, run.err[-3000:]
+        readers = [HFReader(run.run_folder / what) for what in ("model", "critic")]
+        return run.steps(), [(n, reader.get(n).clone()) for reader in readers for n in reader.names]
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
+    """All roles on the same ranks, and what was sampled."""
+    folder = tmp_path_factory.mktemp("shared")
+    return result(folder, f"rollout.record={folder / 'samples'}"), folder / "samples"
+
+
 @pytest.mark.slow
-def test_own_ranks_give_the_numbers_of_shared_ones(tmp_path: Path) -> None:
+@pytest.mark.parametrize("own", [OWN, TOGETHER], ids=["each", "together"])
+def test_own_ranks_give_the_numbers_of_shared_ones(
+    own: tuple[str, ...], shared: tuple[Result, Path], tmp_path: Path
+) -> None:
     """Every metric of both learners, the values and the reference's KL in them, and both models' weights after the steps, to 1e-5."""
-    record = tmp_path / "samples"
-    rows, weights = [], []
-    for name, source in (("shared", (f"rollout.record={record}",)), ("own", (f"rollout.replay={record}", *OWN))):
-        with Run(tmp_path / name, *COMMON, *source, config=PPO) as run:
-            assert run.finish() == 0, run.err[-3000:]
-            rows.append(run.steps())
-            readers = [HFReader(run.run_folder / what) for what in ("model", "critic")]
-            weights.append([(n, reader.get(n).clone()) for reader in readers for n in reader.names])
+    first, samples = shared
+    again = result(tmp_path, f"rollout.replay={samples}", *own)
+    rows, weights = zip(first, again, strict=True)
     for one, two in zip(*rows, strict=True):
         names = [n for n in one if n.startswith(("actor/", "critic/", "reward", "shaping/", "mismatch/"))]
         assert len(names) > 15

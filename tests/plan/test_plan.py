@@ -14,6 +14,7 @@ from megarl.bridge.grid import seat
 from megarl.bridge.states import buffer
 from megarl.config import load, problems
 from megarl.config.schema import ParallelConfig
+from megarl.controller.pools import devices
 from megarl.plan import hardware
 from megarl.plan.memory import PHASES
 
@@ -192,8 +193,7 @@ def test_configurations_of_scale_fit_and_megatron_builds_what_is_planned(path: P
     code, facts = plan(tmp_path, str(path), "--dry-run")
     assert code == 0 and facts["fits"]
     assert len(facts["dry_run"]) >= 2 and all(one["equal"] for one in facts["dry_run"])
-    layout = load(path).actor.parallel
-    assert len(facts["ranks"]) == layout.ranks * len(PHASES)
+    assert len(facts["ranks"]) == devices(load(path)) * len(PHASES)
 
 
 @pytest.mark.slow
