@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from megarl.config.loading import keys
 from megarl.config.paths import path_fault
@@ -21,6 +22,7 @@ from megarl.config.schema import (
     ParallelConfig,
     ReferenceConfig,
     RewardModelConfig,
+    RolloutConfig,
     SourceConfig,
 )
 from megarl.errors import ConfigError
@@ -171,6 +173,7 @@ def problems(cfg: Config) -> list[str]:
         *_batch(cfg),
         *_sampling(cfg),
         *_engine(cfg),
+        *_urls(cfg),
         *_training(cfg),
         *_roles(cfg),
         *_algorithm(cfg),
@@ -227,6 +230,38 @@ def _engine(cfg: Config) -> Iterator[str]:
             f"reshard.folder={cfg.reshard.folder} is where weights travel by disk, and reshard.transport is "
             f"{cfg.reshard.transport}; set reshard.transport=disk or leave the folder out"
         )
+
+
+def _urls(cfg: Config) -> Iterator[str]:
+    """What cannot go with engines that run already."""
+    r = cfg.rollout
+    if not r.urls:
+        return
+    for url in r.urls:
+        if not _is_server(url):
+            yield f"rollout.urls holds {url!r}; an SGLang server is named as http://host:port, and nothing behind it"
+    if len(set(r.urls)) < len(r.urls):
+        yield "rollout.urls names a server twice; its weights would be given to it twice, and prompts at one time; name each once"
+    if cfg.reshard.transport != "disk":
+        yield (
+            f"rollout.urls names engines that take weights from a folder only, and reshard.transport is {cfg.reshard.transport}; set "
+            "reshard.transport=disk"
+        )
+    default = RolloutConfig()
+    for name in ("engines", "engine", "threads", "max_total_tokens"):
+        if (value := getattr(r, name)) != getattr(default, name):
+            yield f"rollout.{name}={value} is about engines that a run starts, and rollout.urls names others; leave it out"
+
+
+def _is_server(url: str) -> bool:
+    """Whether it names a host, and nothing behind it."""
+    try:
+        parts = urlsplit(url)
+        return (
+            parts.scheme in ("http", "https") and bool(parts.hostname and parts.port) and parts.path + parts.query == ""
+        )
+    except ValueError:  # a port that is no number
+        return False
 
 
 def _ranks(key: str, layout: ParallelConfig) -> Iterator[str]:

@@ -249,6 +249,7 @@ class RolloutConfig:
     filter_limit: float = 10.0  # times a step's prompts that may be begun in it until enough groups are kept
     engines: int = 1  # SGLang engines; prompts go to the one that owes the fewest tokens
     pool: Literal["actor", "rollout"] = "actor"  # engines share the GPUs of the actor's ranks; rollout: have their own
+    urls: list[str] = field(default_factory=list)  # running SGLang servers in place of engines: http://host:port
     max_restarts: int = 3  # engines that may be lost and started anew in a step; 0: the first loss ends the run
     progress_timeout: float = 300.0  # seconds without a token after which an engine is taken for hung
     dtype: Dtype | None = None  # of the engine's weights; None: the model's
@@ -259,6 +260,11 @@ class RolloutConfig:
     replay: str | None = None  # take every step's samples from this file instead of generating
     start_timeout: float = 600.0  # seconds an engine may take to start
     timeout: float = 1800.0  # seconds a step's generation may take
+
+    @property
+    def started(self) -> int:
+        """Engines that a run starts itself."""
+        return 0 if self.urls else self.engines
 
 
 @dataclass

@@ -29,6 +29,7 @@ from megarl.reshard.stream import Control, Stream
 from megarl.reshard.transfer import Member, Receivers
 from megarl.rollout.engine import Engine, EngineLost
 from megarl.rollout.group import begin
+from megarl.rollout.remote import RemoteEngine
 from megarl.rollout.sampling import Sampling
 
 NAME = "rollout engine"
@@ -54,9 +55,11 @@ class Slot:
 
 
 class EngineGroup:
-    """The rollout engines, each a Ray actor in its own process, started side by side.
+    """The rollout engines, each a Ray actor in its own process, started side by side; or servers that run already (rollout.urls), each
+    spoken to by an actor, which nobody can start anew.
 
-    engines: how many. max_restarts: engines that may be lost between two weight updates; 0: the first loss ends the run.
+    engines: how many, where there are no servers. max_restarts: engines that may be lost between two weight updates; 0, as it is with
+    servers: the first loss ends the run.
     progress_timeout: seconds without a token after which an engine is taken for hung. note: told of every restart.
     oversample: so many times a step's groups are sampled at one time; sizes the cache on CPU. places: where engines are put; None: Ray
     is asked for them.
@@ -77,7 +80,9 @@ class EngineGroup:
         places: Sequence[Place] | None = None,
     ):
         self.config = config
-        self.max_restarts = max_restarts
+        self._urls = config.rollout.urls
+        engines = len(self._urls) or engines
+        self.max_restarts = 0 if self._urls else max_restarts
         self.progress_timeout = progress_timeout
         self.renew: Callable[[Receivers], None] | None = None
         self.restarts = 0  # since the last weight update
@@ -96,25 +101,34 @@ class EngineGroup:
 
     def _start(self, slot: Slot) -> None:
         r = self.config.rollout
+        # no two engines that ever run draw the same numbers
+        seed = self.config.run.seed + slot.number + len(self.slots) * slot.starts
         options, environment = self._place(slot.number)
-        remote = ray.remote(Engine).options(runtime_env={"env_vars": environment}, max_concurrency=1, **options)
-        slot.actor = remote.remote(
-            self._folder,
-            dtype=r.dtype or self.config.model.dtype,
-            threads=self._threads,
-            max_total_tokens=self._cache,
-            # no two engines that ever run draw the same numbers
-            seed=self.config.run.seed + slot.number + len(self.slots) * slot.starts,
-            extra=dict(r.engine),
-            start_timeout=r.start_timeout,
-            progress_timeout=self.progress_timeout,
-        )
+        actor = ray.remote(RemoteEngine if self._urls else Engine)
+        actor = actor.options(runtime_env={"env_vars": environment}, max_concurrency=1, **options)
+        if self._urls:
+            slot.actor = actor.remote(
+                self._urls[slot.number], self._folder, seed=seed, progress_timeout=self.progress_timeout
+            )
+        else:
+            slot.actor = actor.remote(
+                self._folder,
+                dtype=r.dtype or self.config.model.dtype,
+                threads=self._threads,
+                max_total_tokens=self._cache,
+                seed=seed,
+                extra=dict(r.engine),
+                start_timeout=r.start_timeout,
+                progress_timeout=self.progress_timeout,
+            )
         slot.starts += 1
         slot.starting, slot.begun, slot.current = slot.actor.ready.remote(), time.monotonic(), False
 
     def _place(self, number: int) -> tuple[dict[str, Any], dict[str, str]]:
         """What Ray is asked for an engine, and its environment."""
         environment = cpu.process_env(self._threads) | interface(self.config.cluster)
+        if self._urls:  # an actor that speaks to a server computes nothing
+            return {"num_cpus": 0}, environment
         return self._places[number].options, environment | self._places[number].environment
 
     def ready(self) -> None:

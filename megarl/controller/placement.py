@@ -51,7 +51,7 @@ def places_of(cfg: Config) -> Places:
     if several:
         return placed(cfg, "CPU")
     free = Place({"num_cpus": 0})
-    return Places({pool: [free] * layout.ranks for pool, layout in cfg.layouts.items()}, [free] * cfg.rollout.engines)
+    return Places({pool: [free] * layout.ranks for pool, layout in cfg.layouts.items()}, [free] * cfg.rollout.started)
 
 
 def placed(cfg: Config, resource: str) -> Places:
@@ -84,7 +84,7 @@ def _engines(cfg: Config, cut: Mapping[str, list[int]], held: Mapping[str, list[
     block = cut["actor"][0]
     shown = _shown(held["actor"], cut["actor"]) if resource == "GPU" else []
     places = []
-    for engine in range(cfg.rollout.engines):
+    for engine in range(cfg.rollout.started):
         number, first = divmod(engine * size, block)
         own = {"CUDA_VISIBLE_DEVICES": ",".join(shown[number][first : first + size])} if shown else {}
         places.append(Place(_in(held["actor"][number], resource, 0).options, own))

@@ -18,7 +18,7 @@ def engine_size(cfg: Config) -> int:
 
 def blocks(cfg: Config) -> dict[str, list[int]]:
     """Devices of every pool, by what has to lie on one node: a tensor-parallel group, an engine, or both where they share devices."""
-    size, engines = engine_size(cfg), cfg.rollout.engines
+    size, engines = engine_size(cfg), cfg.rollout.started
     apart = cfg.rollout.pool == "rollout"
     found = {}
     for pool, layout in cfg.layouts.items():
@@ -76,7 +76,7 @@ def not_colocated(cfg: Config, there: int, machines: str) -> Iterator[str]:
 def _numbers(cfg: Config) -> str:
     """As "actor.parallel.ranks+critic.parallel.ranks=2+1"."""
     found = {f"{pool}.parallel.ranks": sum(sizes) for pool, sizes in blocks(cfg).items() if pool != "rollout"}
-    engines = cfg.rollout.engines * engine_size(cfg)
+    engines = cfg.rollout.started * engine_size(cfg)
     if cfg.rollout.pool == "rollout":
         found[ENGINES] = engines
     elif engines > cfg.actor.parallel.ranks:

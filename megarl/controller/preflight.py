@@ -20,7 +20,7 @@ from megarl.bridge.model_map import ModelMap
 from megarl.config import Config
 from megarl.config.paths import path_fault, user_path
 from megarl.config.schema import ShapingConfig
-from megarl.controller import checkpoint, pools, role_checks
+from megarl.controller import checkpoint, pools, role_checks, server_checks
 from megarl.controller.checkpoint import Checkpoint
 from megarl.controller.record import check_recording
 from megarl.errors import ConfigError, UserError
@@ -86,6 +86,8 @@ class _Check:
         self._add(optimizers(self.cfg))
         self._add(_machine(self.cfg, self.model))
         self._resume()
+        if self.model is not None and not any("rollout.urls" in problem for problem in self.found):
+            self._add(server_checks.problems(self.cfg, self.model))
         if self.model is not None and not self.found:  # sizes that are wrong in themselves need no memory
             self._add(memory(self.cfg, self.model, _gpu_bytes()))
         if self.found:

@@ -146,9 +146,8 @@ def _build(cfg: Config, prepared: Prepared, observer: Observer, stack: ExitStack
     transfer = transport(cfg, prepared.model, prepared.folder, observer.folder.path / "weights")
     stack.callback(transfer.close)
     coarser = "bfloat16" if "bfloat16" in (dtype, cfg.model.dtype) else dtype
-    sync = WeightSync(
-        actor, engines, transfer, coarser, cfg.reshard.probe, cfg.reshard.probe_tolerance, prepared.model.dims.vocab
-    )
+    probe = cfg.reshard.probe or bool(r.urls)  # whose weights cannot be read back
+    sync = WeightSync(actor, engines, transfer, coarser, probe, cfg.reshard.probe_tolerance, prepared.model.dims.vocab)
     engines.renew = sync.renew
     rewards = Rewarder(cfg.reward, prepared.tokenizer)
     reward_model = RewardModel(hosts["reward_model"], cfg.reward_model) if cfg.reward_model else NoRewardModel()

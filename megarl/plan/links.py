@@ -225,7 +225,8 @@ def _weights(plan: Plan) -> Iterator[Traffic]:
     model = plan.surveyed.models["actor"]
     size = SIZES[cfg.rollout.dtype or cfg.model.dtype]
     whole = sum(map(prod, model.hf_shapes.values())) * size
-    ranks, receivers = cfg.actor.parallel.ranks, cfg.rollout.engines * engine_size(cfg)
+    ranks, engines = cfg.actor.parallel.ranks, len(cfg.rollout.urls) or cfg.rollout.engines
+    receivers = engines * engine_size(cfg)
     if cfg.reshard.transport == "distributed":
         share = whole / ranks  # to every rank of every engine
         devices = hardware.devices if hardware.gpu else 1 << 30

@@ -152,7 +152,7 @@ class Plan:
         return [*(load for pool in self.pools for load in self._of_pool(pool)), *own]
 
     def _of_engines(self) -> Iterator[Load]:
-        for rank in range(self.config.rollout.engines * engine_size(self.config)):
+        for rank in range(self.config.rollout.started * engine_size(self.config)):
             for phase in PHASES:
                 buffers = self._received if phase == "sync" else 0
                 yield Load(
@@ -200,7 +200,7 @@ class Plan:
         if works is not None and phase in ("log-probs", "update"):
             load = replace(load, activations=works.activations(place.pipeline, learns=phase == "update"))
         if pool == "actor" and self.hardware.gpu:
-            shared = 0 if self.apart else 1
+            shared = 0 if self.apart or not self.config.rollout.started else 1
             buffers = (self._sent + shared * self._received) if phase == "sync" else 0
             load = replace(load, engine=shared * self.engine.weights, cache=shared * self.engine.cache, buffers=buffers)
         return load
@@ -248,7 +248,7 @@ class Plan:
         if hardware.gpu:
             return shared + max(load.host for load in mine) * min(hardware.devices, len(mine))
         size = engine_size(cfg)
-        held = sum(load.total for load in mine) + cfg.rollout.engines * size * (self.engine.weights + self.engine.cache)
+        held = sum(load.total for load in mine) + cfg.rollout.started * size * (self.engine.weights + self.engine.cache)
         # Ranks, an engine's ranks and the process that leads them, the controller with Ray.
-        processes = len(mine) + cfg.rollout.engines * (size + 1) + 1
+        processes = len(mine) + cfg.rollout.started * (size + 1) + 1
         return shared + -(-(held + round(processes * hardware.process_gib * GIB)) // nodes)

@@ -61,7 +61,8 @@ def _head(plan: Plan) -> Iterator[str]:
         others = f", with {' and '.join(beside)}" if beside else ""
         yield f"{pool}{others}: {_count(layout.ranks, 'rank')}: {role.layout}{experts}, data {layout.data}"
     where = "apart" if plan.apart else "on the actor's devices"
-    yield f"rollout: {_count(r.engines, 'engine')} of {_count(engine_size(cfg), 'rank')}, {where}"
+    engines = f"{_count(r.engines, 'engine')} of {_count(engine_size(cfg), 'rank')}, {where}"
+    yield f"rollout: {', '.join(r.urls) or engines}"
     actor = plan.pools["actor"]["actor"]
     yield (
         f"a step: {cfg.data.prompts_per_step * r.n} samples of at most {cfg.data.max_prompt_tokens}+{r.max_new_tokens} tokens; "

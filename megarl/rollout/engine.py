@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -38,11 +39,100 @@ class EngineLost(RunError):
     """An engine that died, hung or answered what cannot be. It is stopped; another one can be started in its place."""
 
 
-class Engine:
-    """A running engine. A refusal is a RunError (UserError where the user can mend it), its end an EngineLost; nothing outlives it.
+class AnyEngine(ABC):
+    """What an engine can be asked, wherever its SGLang runs.
 
-    The weights start as the folder's, version 0.
+    A refusal is a RunError (UserError where the user can mend it), its end an EngineLost.
     """
+
+    _name: str  # in sentences
+    _info: dict[str, Any]
+    _open: Open
+    _progress_timeout: float
+    _seed: int
+    _dead: str | None = None
+
+    def __init__(self, progress_timeout: float, seed: int) -> None:
+        self._progress_timeout = progress_timeout
+        self._seed = seed
+        self._keys = itertools.count()
+
+    def ready(self) -> dict[str, Any]:
+        """Facts about the running engine: sglang (its version), context_length, longest_prompt,
+        max_total_tokens (all in tokens), capacity (responses sampled at one time), vocabulary, stop_token_ids,
+        weight_version, updating, sampling (responses asked and not answered), update_seconds (of the last weight update inside
+        SGLang: load, prove)."""
+        return {**self._info, **self._call("state")}
+
+    def exchange(self, asks: Sequence[Ask], sampling: Sampling, wait: float = WAIT, stop: bool = False) -> Progress:
+        """Ask for responses, and take the answers that are there: to these asks or to earlier ones, in any order.
+
+        Waits up to `wait` seconds while there is none. stop: end everything that is asked for; all of it is answered soon, with what
+        was sampled until then. Log-probs are those of the whole softmax at the sampling temperature, float32. A sampled
+        end-of-sequence token is part of the response. A response never reaches beyond the context length; UserError for
+        a prompt that leaves no room. EngineLost also when an answer cannot be right.
+        """
+        self._open.add(asks)
+        try:
+            progress = self._call("exchange", list(asks), sampling, wait, stop, timeout=wait + self._progress_timeout)
+        except (RunError, UserError):  # nothing was begun
+            self._open.forget(asks)
+            raise
+        if fault := self._open.take(progress, stopping=stop):
+            self._fail(f"{self._name} {fault}")
+        return progress
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, group_suffix: str = "") -> list[Sample]:
+        """Sample `sampling.n` responses a prompt; a prompt's samples stand together and share a group. See `exchange`."""
+        groups = begin(prompts, sampling.n, group_suffix)
+        router = Router(sampling.max_new_tokens, self._keys, self._seed)
+        router.join(0, self._info["capacity"])
+        router.add(groups)
+        while router.unanswered:
+            router.answered(0, self.exchange(router.dispatch([0])[0], sampling).answers)
+        return [sample for group in groups for sample in group.samples()]
+
+    def score(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probs (temperature 1) of every token but the first, given those before it: one list of len - 1 a sequence."""
+        return self._call("score", [list(ids) for ids in token_ids])
+
+    def begin_update(self, version: int) -> None:
+        """Open a weight update. Until `end_update` has succeeded the engine refuses to generate."""
+        self._call("begin_update", version)
+
+    def load_buckets(self, buckets: Sequence[BucketSpec]) -> None:
+        """Copy the tensors of buckets into the engine's weights. Their files may be reused or removed afterwards.
+
+        Raises RunError naming the tensor that the model does not have, or has in another shape or dtype.
+        """
+        self._call("load_buckets", list(buckets))
+
+    def end_update(self, in_place: Sequence[str] = ()) -> dict[str, int]:
+        """Close the update and forget what was cached under the old weights.
+
+        Returns the fingerprints, read back from the engine's own parameters, of the buckets that asked for them and of tensors that
+        were written `in_place`.
+        Raises RunError when a tensor of the model was not among the buckets.
+        """
+        return self._call("end_update", list(in_place))
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Let go of the engine. Can be called again, and after any failure."""
+
+    @abstractmethod
+    def _call(self, method: str, *arguments: Any, timeout: float | None = None) -> Any:
+        """Have the engine do something, within `timeout` seconds (None: progress_timeout)."""
+
+    @abstractmethod
+    def _fail(self, what: str) -> None:
+        """Raise EngineLost; the engine is gone for good."""
+
+
+class Engine(AnyEngine):
+    """An engine that is started here, in processes of its own, which end with it. Its weights start as the folder's, version 0."""
+
+    _name = "the SGLang engine"
 
     def __init__(
         self,
@@ -65,13 +155,10 @@ class Engine:
         which the engine is taken for hung.
         log: file for what SGLang prints (None: one that is gone with the engine; errors quote from it).
         """
+        super().__init__(progress_timeout, seed)
         self._folder = tempfile.mkdtemp(prefix="megarl-engine-")
         self._log = Path(log) if log else Path(self._folder, "log.txt")
-        self._dead: str | None = None
         self._shared_files: set[Path] = set()
-        self._progress_timeout = progress_timeout
-        self._keys = itertools.count()
-        self._seed = seed
         ranks = int((extra or {}).get("tp_size", 1))
         self._process, self._connection = self._spawn(max(1, (threads or os.cpu_count() or 1) // ranks))
         settings = {
@@ -108,56 +195,6 @@ class Engine:
             )
         return process, Connection(ours.detach())
 
-    def ready(self) -> dict[str, Any]:
-        """Facts about the running engine: pid, sglang (its version), context_length, longest_prompt,
-        max_total_tokens (all in tokens), capacity (responses sampled at one time), vocabulary, stop_token_ids,
-        weight_version, updating, sampling (responses asked and not answered), update_seconds (of the last weight update inside
-        SGLang: load, prove)."""
-        return {**self._info, **self._call("state")}
-
-    def exchange(self, asks: Sequence[Ask], sampling: Sampling, wait: float = WAIT, stop: bool = False) -> Progress:
-        """Ask for responses, and take the answers that are there: to these asks or to earlier ones, in any order.
-
-        Waits up to `wait` seconds while there is none. stop: end everything that is asked for; all of it is answered soon, with what
-        was sampled until then. Log-probs are those of the whole softmax at the sampling temperature, float32. A sampled
-        end-of-sequence token is part of the response. A response never reaches beyond the context length; UserError for
-        a prompt that leaves no room. EngineLost also when an answer cannot be right.
-        """
-        self._open.add(asks)
-        try:
-            progress = self._call("exchange", list(asks), sampling, wait, stop, timeout=wait + self._progress_timeout)
-        except (RunError, UserError):  # nothing was begun
-            self._open.forget(asks)
-            raise
-        if fault := self._open.take(progress, stopping=stop):
-            self._fail(f"the SGLang engine {fault}")
-        return progress
-
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, group_suffix: str = "") -> list[Sample]:
-        """Sample `sampling.n` responses a prompt; a prompt's samples stand together and share a group. See `exchange`."""
-        groups = begin(prompts, sampling.n, group_suffix)
-        router = Router(sampling.max_new_tokens, self._keys, self._seed)
-        router.join(0, self._info["capacity"])
-        router.add(groups)
-        while router.unanswered:
-            router.answered(0, self.exchange(router.dispatch([0])[0], sampling).answers)
-        return [sample for group in groups for sample in group.samples()]
-
-    def score(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log-probs (temperature 1) of every token but the first, given those before it: one list of len - 1 a sequence."""
-        return self._call("score", [list(ids) for ids in token_ids])
-
-    def begin_update(self, version: int) -> None:
-        """Open a weight update. Until `end_update` has succeeded the engine refuses to generate."""
-        self._call("begin_update", version)
-
-    def load_buckets(self, buckets: Sequence[BucketSpec]) -> None:
-        """Copy the tensors of buckets into the engine's weights. Their files may be reused or removed afterwards.
-
-        Raises RunError naming the tensor that the model does not have, or has in another shape or dtype.
-        """
-        self._call("load_buckets", list(buckets))
-
     def load_stream(self, stream: Stream, first: int) -> None:
         """`load_buckets`, each as soon as it is written, this engine's ranks as loaders `first` and on."""
         self._call("load_stream", stream, first, timeout=stream.timeout + self._progress_timeout)
@@ -169,15 +206,6 @@ class Engine:
     def expose(self, tensors: Sequence[BucketTensor]) -> list[Exposure]:
         """Within an update: where each rank has its part of these tensors, in memory that others can write to in later updates."""
         return self._call("expose", list(tensors))
-
-    def end_update(self, in_place: Sequence[str] = ()) -> dict[str, int]:
-        """Close the update and forget what was cached under the old weights.
-
-        Returns the fingerprints, read back from the engine's own parameters, of the buckets that asked for them and of tensors that
-        were written `in_place`.
-        Raises RunError when a tensor of the model was not among the buckets.
-        """
-        return self._call("end_update", list(in_place))
 
     def release_memory(self) -> None:
         """Give the GPU memory of weights and cache back (needs enable_memory_saver); without effect on CPU."""

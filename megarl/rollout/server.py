@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import difflib
 import functools
-import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import sglang
 import torch
 from sglang.srt.entrypoints.engine import Engine as SGLangEngine
-from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+from sglang.srt.managers.io_struct import GenerateReqInput, UpdateWeightsFromTensorReqInput
 from sglang.srt.server_args import ServerArgs
 
 from megarl.cpu import has_cuda
@@ -26,8 +24,9 @@ from megarl.reshard.exposure import Exposure
 from megarl.reshard.link import Meeting, Regions
 from megarl.reshard.stream import Stream
 from megarl.rollout import loader
+from megarl.rollout.folder import decoder, end_tokens
 from megarl.rollout.requests import Requests
-from megarl.rollout.sampling import Ask, Progress, Sampling
+from megarl.rollout.serving import Serving
 
 # What a machine without CUDA needs, and what was measured to be best there.
 _ON_CPU: dict[str, Any] = {
@@ -49,16 +48,37 @@ class _Quiet(SGLangEngine):
         return [], []
 
 
-class Server:
+class _Inside:
+    """The way of requests to an SGLang in this process."""
+
+    def __init__(self, manager: Any):
+        self._manager = manager
+
+    async def generate(self, request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        async for output in self._manager.generate_request(GenerateReqInput(**request)):
+            yield output
+
+    async def abort(self, rid: str) -> None:
+        self._manager.abort_request(rid)
+
+    async def abort_all(self, rids: Sequence[str]) -> None:
+        self._manager.abort_request(abort_all=True)  # also what is on its way to the scheduler
+
+    async def progress(self) -> int:
+        return sum(len(state.output_ids) for state in self._manager.rid_to_state.values())
+
+
+class Server(Serving):
     """The arguments are those of `megarl.rollout.engine.Engine`."""
 
     def __init__(self, model_path: str, dtype: str, max_total_tokens: int | None, seed: int, extra: dict[str, Any]):
-        self.model_path = model_path
+        super().__init__()
         self.stop_token_ids = end_tokens(Path(model_path))
         self.ranks = int(extra.get("tp_size", 1))  # processes of the engine that hold weights
         if self.ranks > 1 and not has_cuda():
             os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _cores(self.ranks))
         self.engine = _Quiet(**engine_arguments(model_path, dtype, max_total_tokens, seed, extra))
+        self.loop = self.engine.loop
         limits = self.engine._scheduler_init_result.scheduler_infos[0]
         self.max_total_tokens = int(limits["max_total_num_tokens"])
         self.longest_prompt = int(limits["max_req_input_len"]) - 1  # SGLang refuses the limit itself
@@ -68,21 +88,16 @@ class Server:
         state = self._run(self.engine.tokenizer_manager.get_internal_state())[0]
         self.capacity = int(state["effective_max_running_requests_per_dp"])
         self.requests = Requests(
-            self.engine.tokenizer_manager,
+            _Inside(self.engine.tokenizer_manager),
             stop_token_ids=self.stop_token_ids,
             longest_prompt=self.longest_prompt,
             room=min(self.context_length, self.max_total_tokens) - 1,
-            decoder=self._decoder,
+            decoder=functools.cache(lambda: decoder(Path(model_path))),
         )
-        self.version = 0
-        self.updating: int | None = None  # the version that is being loaded
         self._exposed = False  # whether ranks can write into its weights
-        self._opened = False  # whether SGLang knows of it: it is told with what else it is told first
-        self.broken = ""  # why the weights can not be trusted
+        self._opened = False  # whether SGLang knows of an update: it is told with what else it is told first
         self.expected: set[str] = set()
         self.loaded: set[str] = set()
-        self.fingerprints: dict[str, int] = {}
-        self.seconds = {"load": 0.0, "prove": 0.0}  # of the last update, inside SGLang's scheduler
 
     def info(self) -> dict[str, Any]:
         return {
@@ -96,62 +111,10 @@ class Server:
             "vocabulary": int(self.engine.tokenizer_manager.model_config.vocab_size),
         }
 
-    def state(self) -> dict[str, Any]:
-        return {
-            "weight_version": self.version,
-            "updating": self.updating is not None,
-            "sampling": len(self.requests),
-            "update_seconds": self.seconds,
-        }
-
-    # ---- sampling
-
-    def exchange(self, asks: list[Ask], sampling: Sampling, wait: float, stop: bool) -> Progress:
-        """Begin `asks`; then what has been answered, waited for up to `wait` seconds. stop: end all requests first."""
-        if asks:
-            self._check_weights()
-            self.requests.check(asks)
-            self._run(self.requests.begin(asks, sampling, self.version))
-        if stop:
-            self.requests.stop()
-        answers = self._run(self.requests.collect(wait))
-        return Progress(answers, self.requests.tokens)
-
-    def score(self, token_ids: list[list[int]]) -> list[list[float]]:
-        self._check_weights()
-        if not token_ids:
-            return []
-        answers = self.engine.generate(
-            input_ids=token_ids,
-            sampling_params={"temperature": 1.0, "max_new_tokens": 0},
-            return_logprob=True,
-            logprob_start_len=0,
-        )
-        return [[float(entry[0]) for entry in answer["meta_info"]["input_token_logprobs"][1:]] for answer in answers]
-
-    def _check_weights(self) -> None:
-        if self.updating is not None:
-            raise RunError(f"the update to weight version {self.updating} has not ended")
-        if self.broken:
-            raise RunError(f"its weights are not to be trusted: {self.broken}")
-
-    @functools.cache  # noqa: B019  there is one server in a process
-    def _decoder(self) -> Callable[[Sequence[int]], str]:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(self.model_path)
-        return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
-
     # ---- weights
 
-    def begin_update(self, version: int) -> None:
-        if len(self.requests):
-            raise RunError(f"{len(self.requests)} responses are still being sampled")
-        if self.updating is not None:
-            raise RunError(f"the update to weight version {self.updating} is already open")
-        self.updating, self.broken = version, ""
-        self.expected, self.loaded, self.fingerprints = set(), set(), {}
-        self.seconds = dict.fromkeys(self.seconds, 0.0)
+    def _open_update(self) -> None:
+        self.expected, self.loaded = set(), set()
 
     def link(self, meeting: Meeting, first: int, sources: list[Regions], plan: list[list[BucketTensor]]) -> None:
         self._ask(loader.link_request(meeting, first, sources, plan))
@@ -254,10 +217,6 @@ class Server:
     def resume_memory(self) -> None:
         self.engine.resume_memory_occupation()
 
-    def _run(self, coroutine: Any) -> Any:
-        loop: asyncio.AbstractEventLoop = self.engine.loop
-        return loop.run_until_complete(coroutine)
-
 
 def _cores(ranks: int) -> str:
     """This machine's cores, shared out: SGLang asks for it where an engine has more ranks than the machine has NUMA nodes."""
@@ -271,17 +230,6 @@ def _accepted(answer: Any) -> None:
     success, message = answer[0], answer[1]
     if not success:
         raise RunError(str(message))
-
-
-def end_tokens(folder: Path) -> list[int]:
-    """End-of-sequence tokens that a model folder names: generation_config.json's and config.json's."""
-    found: list[int] = []
-    for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        if path.is_file():
-            value = json.loads(path.read_text()).get("eos_token_id")
-            found += value if isinstance(value, list) else [] if value is None else [value]
-    return sorted(set(found))
 
 
 def engine_arguments(
