@@ -46,6 +46,7 @@ class BucketSpec:
     prove: tuple[str, ...] = ()
     reused: bool = False
     number: int | None = None  # of a bucket that comes as messages (`Distributed`), in the plan
+    in_place: bool = False  # of such a bucket: its messages go straight into the engine's weights
 
     @classmethod
     def plan(
@@ -106,7 +107,7 @@ class BucketSpec:
     def from_json(cls, text: str) -> BucketSpec:
         raw = json.loads(text)
         tensors = [BucketTensor.of(item) for item in raw["tensors"]]
-        return cls(raw["path"], tensors, tuple(raw["prove"]), raw["reused"], raw["number"])
+        return cls(raw["path"], tensors, tuple(raw["prove"]), raw["reused"], raw["number"], raw["in_place"])
 
 
 _mappings: dict[tuple[str, int, int], torch.Tensor] = {}  # of this process

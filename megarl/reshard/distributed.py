@@ -66,10 +66,12 @@ class Distributed(Transfer):
 
     def _move(self, buckets: Sequence[BucketSpec], shards: Senders, receivers: LinkedReceivers, version: int) -> Proof:
         members = receivers.members()
-        if members != self._joined:
+        known = members == self._joined
+        if not known:
             self._join(shards, receivers)
         self._joined = None  # whatever fails from here on leaves messages that nobody takes
-        numbered = [replace(bucket, number=number) for number, bucket in enumerate(buckets)]
+        # SGLang's own loader takes engines' first update, which proves what lies where in their weights; later ones go straight there
+        numbered = [replace(bucket, number=number, in_place=known) for number, bucket in enumerate(buckets)]
         loading = receivers.load(numbered)
         shares = shards.send(numbered)
         receivers.loaded(loading)

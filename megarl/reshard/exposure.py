@@ -76,16 +76,19 @@ def _view(memory: torch.Tensor, spot: Spot) -> torch.Tensor:
     return elements.as_strided(spot.shape, spot.stride, elements.storage_offset())
 
 
-def meeting(region: Sequence[slice], spot: Spot) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """What a region of a checkpoint's tensor and a spot have in common, as indices into the one and into the other; None: nothing."""
+def meeting(
+    region: Sequence[slice], origin: Sequence[int], shape: Sequence[int]
+) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """What a region of a checkpoint's tensor and the part of `shape` that begins at `origin` have in common, as indices into the one
+    and into the other; None: nothing."""
     ours, theirs = [], []
-    for part, origin, size in zip(region, spot.origin, spot.shape, strict=True):
+    for part, begin, size in zip(region, origin, shape, strict=True):
         step = part.step or 1  # rows of gate and up may take turns
-        first = max(0, -(-(origin - part.start) // step))
-        count = len(range(part.start + first * step, min(part.stop, origin + size), step))
+        first = max(0, -(-(begin - part.start) // step))
+        count = len(range(part.start + first * step, min(part.stop, begin + size), step))
         if not count:
             return None
-        start = part.start + first * step - origin
+        start = part.start + first * step - begin
         ours.append(slice(first, first + count))
         theirs.append(slice(start, start + (count - 1) * step + 1, step))
     return tuple(ours), tuple(theirs)

@@ -1,8 +1,12 @@
 """A process group for weights alone: the trainer's ranks and, after them, the ranks of engines. Messages instead of shared memory.
 
-Of each bucket every trainer's rank sends one message to every engine's rank: its slices of the bucket's tensors, one after the other.
-Both sides know the plan, so that nothing but weights travels; both keep two buffers for each partner and use them again, so that one
-message is under way while the one before is unpacked and loaded.
+Of each bucket every trainer's rank sends its slices of the bucket's tensors to every engine's rank: the small ones together as one
+message, each of the others by itself. Both sides know the plan, so that nothing but weights travels. Large slices go as they lie,
+without a copy; the others through two buffers for each partner, which are used again, so that one message is under way while the one
+before is unpacked and loaded.
+
+An engine's first update goes through SGLang's own loader. From then on what comes is put straight into its weights (`receive_into`), a
+large slice without a copy in between.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.reshard.bucket import ALIGN, BucketTensor
+from megarl.reshard.exposure import meeting
 
 Region = tuple[tuple[int, int, int], ...]  # (start, stop, step) along each dimension of a checkpoint's tensor
 Regions = Mapping[str, Sequence[Region]]  # what one rank has of which tensor
@@ -33,30 +38,65 @@ class Meeting:
     timeout: float  # seconds
 
 
+_ALONE = 1 << 19  # bytes from which on a slice is a message by itself
+
+
+class Part(NamedTuple):
+    """What an engine's rank holds of a checkpoint's tensor."""
+
+    view: torch.Tensor
+    origin: Sequence[int]  # of its first element, in that tensor
+
+
 class _Piece(NamedTuple):
     name: str
     number: int  # among the rank's regions of this tensor
     region: Region
     dtype: torch.dtype
     shape: tuple[int, ...]
-    offset: int  # bytes from the start of the message
+    offset: int  # bytes from the start of the buffer
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
 
 
-def _layout(tensors: Sequence[BucketTensor], regions: Regions) -> tuple[list[_Piece], int]:
-    """What a rank's message of a bucket holds, and its bytes."""
-    pieces, at = [], 0
+class _Layout(NamedTuple):
+    """What a rank sends of a bucket: first the pieces that go alone, then a message of all others. In a buffer these come first."""
+
+    together: list[_Piece]
+    alone: list[_Piece]
+    packed: int  # bytes of those that go together
+    size: int  # of all
+
+    @property
+    def pieces(self) -> list[_Piece]:
+        return [*self.together, *self.alone]
+
+
+def _layout(tensors: Sequence[BucketTensor], regions: Regions) -> _Layout:
+    found: list[list[_Piece]] = [[], []]
     for item in tensors:
         dtype = getattr(torch, item.dtype)
         for number, region in enumerate(regions.get(item.name, ())):
             shape = tuple(len(range(*ends)) for ends in region)
-            pieces.append(_Piece(item.name, number, region, dtype, shape, at))
-            at += -(-prod(shape) * dtype.itemsize // ALIGN) * ALIGN
-    return pieces, at
+            piece = _Piece(item.name, number, region, dtype, shape, 0)
+            found[piece.nbytes >= _ALONE].append(piece)
+    ends = [0]
+    for piece in (*found[0], *found[1]):
+        ends.append(ends[-1] + -(-piece.nbytes // ALIGN) * ALIGN)
+    placed = [piece._replace(offset=at) for piece, at in zip((*found[0], *found[1]), ends, strict=False)]
+    count = len(found[0])
+    return _Layout(placed[:count], placed[count:], ends[count], ends[-1])
 
 
 def _view(buffer: torch.Tensor, piece: _Piece) -> torch.Tensor:
-    size = prod(piece.shape) * piece.dtype.itemsize
-    return buffer[piece.offset : piece.offset + size].view(piece.dtype).view(piece.shape)
+    return buffer[piece.offset : piece.offset + piece.nbytes].view(piece.dtype).view(piece.shape)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Of a contiguous tensor."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 def join(meeting: Meeting, rank: int) -> dist.ProcessGroup:
@@ -90,25 +130,40 @@ class Outlet:
         self._partners = list(range(meeting.sources, meeting.world))
         self._regions = regions
         self._buffers = _Buffers()
+        self._layouts: dict[tuple[BucketTensor, ...], _Layout] = {}
         self._turn = 0
         self._under_way: dict[int, list[tuple[int, dist.Work]]] = {0: [], 1: []}
 
     def send(self, tensors: Sequence[BucketTensor], slices: Mapping[str, Sequence[torch.Tensor]]) -> None:
-        """Begin to send this rank's `slices` of a bucket's tensors. They are copied first and may change when this returns."""
+        """Begin to send this rank's `slices` of a bucket's tensors. They may not change before `flush`."""
         turn = self._turn % 2
         self._turn += 1
         self._wait(turn)
-        pieces, size = _layout(tensors, self._regions)
-        if not pieces:
-            return
-        message = self._buffers.get(0, turn, size)
-        for piece in pieces:
-            _view(message, piece).copy_(slices[piece.name][piece.number])
+        layout = self._layout(tuple(tensors))
+        alone = [slices[piece.name][piece.number] for piece in layout.alone]
+        as_they_lie = all(s.dtype == p.dtype and s.is_contiguous() for s, p in zip(alone, layout.alone, strict=True))
+        buffer = self._buffers.get(0, turn, layout.packed if as_they_lie else layout.size)
+        for number, (piece, source) in enumerate(zip(layout.alone, alone, strict=True), 1):
+            if source.dtype == piece.dtype and source.is_contiguous():
+                self._begin(_bytes(source), number, turn)
+            else:
+                self._begin(_bytes(_view(buffer, piece).copy_(source)), number, turn)
+        for piece in layout.together:
+            _view(buffer, piece).copy_(slices[piece.name][piece.number])
+        if layout.packed:
+            self._begin(buffer[: layout.packed], 0, turn)
+
+    def _begin(self, message: torch.Tensor, number: int, turn: int) -> None:
         for partner in list(self._partners):
             try:
-                self._under_way[turn].append((partner, self._group.send([message], partner, turn)))
+                self._under_way[turn].append((partner, self._group.send([message], partner, 2 * number + turn)))
             except RuntimeError:
                 self._partners.remove(partner)
+
+    def _layout(self, tensors: tuple[BucketTensor, ...]) -> _Layout:
+        if tensors not in self._layouts:
+            self._layouts[tensors] = _layout(tensors, self._regions)
+        return self._layouts[tensors]
 
     def flush(self) -> None:
         """Return when everything has been taken."""
@@ -130,45 +185,88 @@ class Inlet:
 
     def __init__(self, meeting: Meeting, rank: int, sources: Sequence[Regions], plan: Sequence[Sequence[BucketTensor]]):
         self._group = join(meeting, rank)
-        self._sources = sources
         self._plan = plan
         self._buffers = _Buffers()
         self._whole = _Buffers()
+        self._layouts = [[_layout(tensors, regions) for regions in sources] for tensors in plan]
         self._turn = 0
-        self._coming: list[tuple[list[_Piece], torch.Tensor, dist.Work]] | None = None
+        self._coming: _Coming | None = None
 
     def receive(self, number: int) -> dict[str, torch.Tensor]:
         """Bucket `number`'s tensors, valid until the bucket after the next is asked for. Meanwhile the next one may come."""
-        coming = self._coming if self._coming is not None else self._begin(number)
-        for _, _, work in coming:
-            work.wait()
-        self._coming = self._begin(number + 1) if number + 1 < len(self._plan) else None
-        return self._assemble(number, [(pieces, message) for pieces, message, _ in coming])
+        return self._assemble(number, self._next(number, {}))
 
-    def _begin(self, number: int) -> list[tuple[list[_Piece], torch.Tensor, dist.Work]]:
+    def receive_into(self, number: int, parts: Mapping[str, Part]) -> None:
+        """Put bucket `number` to its places among the `parts` that an engine's rank holds. Meanwhile the next one may come."""
+        for piece, came in self._next(number, parts):
+            part = parts[piece.name]
+            if common := _meeting(piece, part):
+                part.view[common[1]].copy_(came[common[0]])
+
+    def _next(self, number: int, parts: Mapping[str, Part]) -> list[tuple[_Piece, torch.Tensor]]:
+        """What bucket `number` brings that is not in its place among `parts` already."""
+        coming = self._coming if self._coming is not None else self._begin(number, parts)
+        for work in coming.works:
+            work.wait()
+        self._coming = self._begin(number + 1, parts) if number + 1 < len(self._plan) else None
+        return coming.pieces
+
+    def _begin(self, number: int, parts: Mapping[str, Part]) -> _Coming:
         turn = self._turn % 2
         self._turn += 1
-        coming = []
-        for source, regions in enumerate(self._sources):
-            pieces, size = _layout(self._plan[number], regions)
-            if pieces:
-                message = self._buffers.get(source, turn, size)
-                coming.append((pieces, message, self._group.recv([message], source, turn)))
+        coming = _Coming([], [])
+        for source, layout in enumerate(self._layouts[number]):
+            places = {piece: _place(piece, parts[piece.name]) for piece in layout.alone if piece.name in parts}
+            in_place = {piece: place for piece, place in places.items() if place is not None}
+            buffer = self._buffers.get(
+                source, turn, layout.packed if len(in_place) == len(layout.alone) else layout.size
+            )
+            messages = {}
+            for at, piece in enumerate(layout.alone, 1):
+                messages[at] = in_place[piece] if piece in in_place else _view(buffer, piece)
+            if layout.packed:
+                messages[0] = buffer[: layout.packed]
+            for at, message in messages.items():  # in the order in which they are sent
+                coming.works.append(self._group.recv([_bytes(message)], source, 2 * at + turn))
+            coming.pieces.extend((piece, _view(buffer, piece)) for piece in layout.pieces if piece not in in_place)
         return coming
 
-    def _assemble(self, number: int, messages: list[tuple[list[_Piece], torch.Tensor]]) -> dict[str, torch.Tensor]:
+    def _assemble(self, number: int, came: list[tuple[_Piece, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """What came whole stays where it is; the rest is put together in a buffer of its own."""
         tensors = self._plan[number]
         whole = {item.name: tuple((0, size, 1) for size in item.shape) for item in tensors}
-        found = {p.name: _view(m, p) for pieces, m in messages for p in pieces if p.region == whole[p.name]}
+        found = {piece.name: view for piece, view in came if piece.region == whole[piece.name]}
         cut = [item for item in tensors if item.name not in found]
         sizes = [-(-item.nbytes // ALIGN) * ALIGN for item in cut]
         room = self._whole.get(0, 0, sum(sizes))
         for item, start in zip(cut, (sum(sizes[:i]) for i in range(len(sizes))), strict=True):
             found[item.name] = room[start : start + item.nbytes].view(getattr(torch, item.dtype)).view(item.shape)
         cut_names = {item.name for item in cut}
-        for pieces, message in messages:
-            for piece in pieces:
-                if piece.name in cut_names:
-                    found[piece.name][tuple(slice(*ends) for ends in piece.region)].copy_(_view(message, piece))
+        for piece, view in came:
+            if piece.name in cut_names:
+                found[piece.name][_slices(piece.region)].copy_(view)
         return {item.name: found[item.name] for item in tensors}
+
+
+class _Coming(NamedTuple):
+    """A bucket under way."""
+
+    pieces: list[tuple[_Piece, torch.Tensor]]  # that come into a buffer, and where in it
+    works: list[dist.Work]
+
+
+def _slices(region: Region) -> tuple[slice, ...]:
+    return tuple(slice(*ends) for ends in region)
+
+
+def _meeting(piece: _Piece, part: Part) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    return meeting(_slices(piece.region), part.origin, part.view.shape)
+
+
+def _place(piece: _Piece, part: Part) -> torch.Tensor | None:
+    """Where a piece can be received as a whole, and nowhere else."""
+    common = _meeting(piece, part)
+    if common is None or piece.dtype != part.view.dtype:
+        return None
+    place = part.view[common[1]]
+    return place if tuple(place.shape) == piece.shape and place.is_contiguous() else None

@@ -94,7 +94,7 @@ class ShardWriter:
             views = exposure.views()
             for name, spot in exposure.spots.items():
                 for piece in self._slices.get(name, ()):
-                    if common := meeting(piece.copy.hf, spot):
+                    if common := meeting(piece.copy.hf, spot.origin, spot.shape):
                         ours, theirs = common
                         pairs[name].append((views[name][theirs], _region(piece)[ours]))
         return pairs

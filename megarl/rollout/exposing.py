@@ -38,6 +38,8 @@ class Memory:
         self.held = {name: own[name].real(name, shape) for name, shape in tensors}
         for name, shard in self.held.items():
             view = shard.view
+            if not view.numel():  # there are more ranks than heads
+                continue
             offset = view.data_ptr() - self._memory.data_ptr()
             assert 0 <= offset <= self.size, f"{name} does not lie in the exposed memory"
             kind = str(view.dtype).removeprefix("torch.")

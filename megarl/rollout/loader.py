@@ -23,7 +23,7 @@ from megarl.errors import RunError
 from megarl.reshard.bucket import BucketSpec, BucketTensor
 from megarl.reshard.exposure import Exposure
 from megarl.reshard.fingerprint import combine, partial
-from megarl.reshard.link import Inlet, Meeting, Regions
+from megarl.reshard.link import Inlet, Meeting, Part, Regions
 from megarl.reshard.stream import Control, Stream
 from megarl.rollout.exposing import Memory
 from megarl.rollout.shards import Shard, shards_of
@@ -203,6 +203,8 @@ def load_buckets(
     """
     own = shards_of(model)
     held = {item.name: _fitting(own, item) for bucket in buckets for item in bucket.tensors}
+    if any(bucket.in_place for bucket in buckets):
+        return _received(buckets, held) | {"expected": list(own)}
     parts: list[tuple[str, list[int], int]] = []
     spent = {"wait": 0.0, "prove": 0.0}
 
@@ -225,6 +227,19 @@ def load_buckets(
     load_weights(tensors())
     seconds = {"load": time.perf_counter() - begun - sum(spent.values()), "prove": spent["prove"]}
     return {"parts": parts, "expected": list(own), "seconds": seconds}
+
+
+def _received(buckets: Sequence[BucketSpec], held: dict[str, Shard]) -> dict[str, Any]:
+    """Let messages put their buckets straight into this rank's shards."""
+    assert _inlet is not None
+    begun, spent, parts = time.perf_counter(), 0.0, []
+    places = {name: Part(shard.view, shard.origin) for name, shard in held.items()}
+    for bucket in buckets:
+        _inlet.receive_into(int(bucket.number), places)  # type: ignore[arg-type]
+        proving = time.perf_counter()
+        parts += [(name, held[name].origin, partial(held[name].view, held[name].origin)) for name in bucket.prove]
+        spent += time.perf_counter() - proving
+    return {"parts": parts, "seconds": {"load": time.perf_counter() - begun - spent, "prove": spent}}
 
 
 def _fitting(own: dict[str, Shard], item: BucketTensor) -> Shard:

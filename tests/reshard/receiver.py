@@ -6,12 +6,13 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from threading import Thread
 
+import torch
 from torch import Tensor
 
 from megarl.reshard.bucket import BucketSpec, BucketTensor
 from megarl.reshard.exposure import Exposure, Spot
 from megarl.reshard.fingerprint import combine, fingerprint, partial
-from megarl.reshard.link import Inlet, Meeting, Regions
+from megarl.reshard.link import Inlet, Meeting, Part, Regions
 from megarl.reshard.stream import Control, Stream
 from megarl.reshard.transfer import Member
 
@@ -35,6 +36,11 @@ class Receiver:
 
     def link(self, meeting: Meeting, sources: list[Regions], plan: list[list[BucketTensor]]) -> object:
         """As an engine does in its own process, beside the ranks that join."""
+        self._weights = {
+            item.name: Part(torch.zeros(item.shape, dtype=getattr(torch, item.dtype)), [0] * len(item.shape))
+            for tensors in plan
+            for item in tensors
+        }
         joining = Thread(target=lambda: setattr(self, "_inlet", Inlet(meeting, meeting.sources, sources, plan)))
         joining.start()
         return joining
@@ -56,7 +62,12 @@ class Receiver:
 
     def _load(self, buckets: Sequence[BucketSpec]) -> None:
         for bucket in buckets:
-            self.take(bucket.views() if bucket.number is None else self._inlet.receive(bucket.number))
+            if bucket.in_place:
+                assert bucket.number is not None
+                self._inlet.receive_into(bucket.number, self._weights)
+                self.take({item.name: self._weights[item.name].view for item in bucket.tensors})
+            else:
+                self.take(bucket.views() if bucket.number is None else self._inlet.receive(bucket.number))
 
     def loaded(self, token: object) -> None:
         assert isinstance(token, Thread)

@@ -137,7 +137,7 @@ def test_where_a_region_and_a_spot_meet(step: int) -> None:
         region, spot = (slice(start, stop, step), slice(2, 11)), Spot("int64", (size, 6), (6, 1), 0, (origin, 0))
         part = whole[origin : origin + size, :6]
         expected = sorted(set(whole[region].flatten().tolist()) & set(part.flatten().tolist()))
-        common = meeting(region, spot)
+        common = meeting(region, spot.origin, spot.shape)
         if common is None:
             assert not expected
             continue

@@ -61,7 +61,7 @@ def write_in_place(engine, first, second, directory):
         views = exposure.views()
         assert views.keys() == second.keys()
         for name, spot in exposure.spots.items():
-            here, there = meeting([slice(0, size) for size in second[name].shape], spot)
+            here, there = meeting([slice(0, size) for size in second[name].shape], spot.origin, spot.shape)
             views[name][there].copy_(second[name][here])
     return engine.end_update(list(second))
 
