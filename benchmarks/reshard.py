@@ -4,7 +4,8 @@
 
 SmolLM2-135M (or the model that stands in for it) and a random Llama of 1.1 billion parameters, bfloat16, from one rank and from
 TP2 x PP2, into a real engine: what a run does, but for ranks that hold weights alone, without gradients and optimizer. The memcpy
-copies between two warm buffers with all cores. A sync copies everything twice (into the bucket, out of it), the proof reads it twice.
+copies between two warm buffers with all cores. A sync writes straight into the engine's weights; through buckets, as an engine's first
+goes, it copies everything twice (into the bucket, out of it). The proof reads everything twice.
 SmolLM2's 9 heads cannot be shared by two ranks: there the same weights are read as 6 heads of 96.
 """
 
@@ -269,22 +270,28 @@ class Memcpy:
 
 
 class Syncs:
-    """Syncs with buckets of one size and one way of proving, each beside a memcpy."""
+    """Syncs in place or with buckets of one size, and with one way of proving, each beside a memcpy."""
 
-    def __init__(self, model: ModelMap, bucket_mb: int, verify: str):
+    def __init__(self, model: ModelMap, bucket_mb: int, verify: str, in_place: bool):
         self.seconds: list[float] = []
         self.memcpy: list[float] = []
         self.loader: list[float] = []  # seconds inside SGLang, without waiting
-        self._transfer = Colocated(model, dtype="bfloat16", bucket_bytes=bucket_mb << 20, verify=verify)
+        size = bucket_mb << 20
+        self._transfer = Colocated(model, dtype="bfloat16", bucket_bytes=size, verify=verify, in_place=in_place)
         self._transfer._turn = 1  # else "sampled" begins with all
         self.bytes = self._transfer.bytes
-        self.held = sum(Path(path).stat().st_size for path in self._transfer.paths)
+        self.bucket = max(size, *(bucket.nbytes for bucket in self._transfer.buckets))
         self.close = self._transfer.close
+
+    @property
+    def held(self) -> int:
+        """Bytes of memory for buckets."""
+        return sum(512 * Path(path).stat().st_blocks for path in self._transfer.paths)
 
     def once(self, number: int, ranks: Ranks, engines: EngineGroup, memcpy: Memcpy) -> None:
         copied = memcpy(self.bytes)
         report = self._transfer.push(ranks, engines, number)
-        if number:  # the first maps the buckets
+        if number:  # the first maps what is shared
             self.seconds.append(report.seconds)
             self.memcpy.append(copied)
             self.loader.append(ray.get(engines.slots[0].actor.ready.remote())["update_seconds"]["load"])
@@ -293,6 +300,27 @@ class Syncs:
     def ratio(self) -> float:
         """memcpy's seconds ÷ the sync's."""
         return median(copied / synced for copied, synced in zip(self.memcpy, self.seconds, strict=True))
+
+    def more_than(self, other: Syncs) -> float:
+        """The share of these syncs that the others, in alternation with them, did without."""
+        return median(1 - less / more for less, more in zip(other.seconds, self.seconds, strict=True))
+
+
+def alternate(runs: Sequence[Syncs], rounds: int, ranks: Ranks, engines: EngineGroup, memcpy: Memcpy) -> float:
+    """In alternation: other work on the machine meets all alike. Peak memory beyond models after the first round, in buckets."""
+    for run in runs:
+        run.once(0, ranks, engines, memcpy)
+    held = max(run.held for run in runs)
+    memory = Memory([*ranks.pids, *session_of(engines.slots[0].info["pid"]), os.getpid()])
+    try:
+        for number in range(1, rounds + 1):
+            for run in runs:
+                run.once(number, ranks, engines, memcpy)
+    finally:
+        extra = memory.stop()
+        for run in runs:
+            run.close()
+    return (held + extra) / max(run.bucket for run in runs)
 
 
 def elsewhere(
@@ -329,44 +357,39 @@ def measure(name: str, folder: Path, layout: str, rounds: int) -> tuple[list[Row
         ranks = Ranks(folder, *LAYOUTS[layout])
         engines.ready()
         memcpy, chosen = Memcpy(), cfg.reshard.bucket_mb
-        memory = Memory([*ranks.pids, *session_of(engines.slots[0].info["pid"]), os.getpid()])
-        runs: dict[tuple[int, str], Syncs] = {}
-        try:
-            for mb, verify in [(chosen, v) for v in ("off", "sampled", "full")] + [(mb, "off") for mb in SWEEP_MB]:
-                if (mb, verify) not in runs:
-                    runs[mb, verify] = Syncs(model, mb, verify)
-            for number in range(rounds + 1):  # in alternation: other work on the machine meets all alike
-                for run in runs.values():
-                    run.once(number, ranks, engines, memcpy)
-        finally:
-            extra = memory.stop()
-            for run in runs.values():
-                run.close()
+        off, sampled, full = (Syncs(model, chosen, verify, in_place=True) for verify in ("off", "sampled", "full"))
+        extra = alternate([off, sampled, full], rounds, ranks, engines, memcpy)
+        sweep = {mb: Syncs(model, mb, "off", in_place=False) for mb in SWEEP_MB}
+        alternate(list(sweep.values()), rounds, ranks, engines, memcpy)
+        usual = Syncs(model, chosen, "full", in_place=False)
+        through = alternate([usual], rounds, ranks, engines, memcpy)
         others = elsewhere(ranks, engines, model, folder, rounds, chosen)
     finally:
         if ranks is not None:
             ranks.close()
         engines.shutdown()
-    off, sampled, full = (runs[chosen, v] for v in ("off", "sampled", "full"))
     label = f"reshard: {name}, {layout}:"
     bare = median(off.seconds)
-    sweep = {mb: runs[mb, "off"] for mb in sorted(SWEEP_MB)}
     rows = [
         at_least(f"{label} sync without proof ÷ memcpy", off.ratio, 0.5),
         plain(f"{label} the same, fastest rounds", min(off.memcpy) / min(off.seconds)),
         plain(f"{label} sync with the sampled proof ÷ memcpy", sampled.ratio),
         plain(f"{label} sync with the full proof ÷ memcpy", full.ratio),
-        at_most(f"{label} sampled proof, share of a sync", 1 - bare / median(sampled.seconds), 0.05),
-        plain(f"{label} full proof, share of a sync", 1 - bare / median(full.seconds)),
-        plain(f"{label} the engine's own loader, share of a sync", median(off.loader) / bare),
-        at_most(f"{label} peak extra memory, in buckets", (extra + off.held) / max(chosen << 20, off.held // 2), 2.0),
+        at_most(f"{label} sampled proof, share of a sync", sampled.more_than(off), 0.05),
+        plain(f"{label} full proof, share of a sync", full.more_than(off)),
+        at_most(f"{label} peak extra memory, in buckets", extra, 2.0),
         plain(f"{label} memcpy, GB/s", off.bytes / median(off.memcpy) / 1e9),
         plain(f"{label} sync without proof, GB/s", off.bytes / bare / 1e9),
         at_least(
             f"{label} distributed, sync without proof ÷ bare send/recv", median(others["distributed ÷ bare"]), 0.8
         ),
         plain(f"{label} disk, sync without proof, GB/s", off.bytes / median(others["disk"]) / 1e9),
-        *(plain(f"{label} buckets of {mb} MiB, ÷ memcpy", run.ratio) for mb, run in sweep.items()),
+        *(plain(f"{label} through buckets of {mb} MiB, ÷ memcpy", run.ratio) for mb, run in sweep.items()),
+        plain(f"{label} through buckets, with the full proof, ÷ memcpy", usual.ratio),
+        plain(
+            f"{label} through buckets: SGLang's own loader, share of it", median(usual.loader) / median(usual.seconds)
+        ),
+        plain(f"{label} through buckets: peak extra memory, in buckets", through),
     ]
     return rows, {mb: run.bytes / median(run.seconds) / 1e9 for mb, run in sweep.items()}
 
