@@ -137,7 +137,9 @@ class HFReader:
         if file not in self._files:
             path = self.folder / file
             if not path.is_file():
-                raise UserError(f"{path} is missing, though {INDEX} names it.")
+                raise UserError(
+                    f"{path} is no file." if path.exists() else f"{path} is missing, though {INDEX} names it."
+                )
             with reading(path):
                 path.open("rb").close()  # safetensors would say of a file that may not be read that it is damaged
             try:

@@ -167,7 +167,12 @@ def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 
 
 def _look_inside(folder: Path) -> None:
-    """Raises UserError for a folder that is no model but has some in it: that of a run, or of one of its checkpoints."""
+    """Raises UserError for a folder that is no model but has some in it, that of a run or of one of its checkpoints, or only
+    adapters."""
+    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
+        raise UserError(
+            f"{folder} holds adapters (LoRA), not a model: merge them into theirs first (peft's merge_and_unload)."
+        )
     if is_checkpoint(folder) or (folder / "config.json").exists() or any(folder.glob("*.safetensors")):
         return
     found = [path.parent for depth in ("*/", "*/*/", "*/*/*/") for path in folder.glob(f"{depth}{CONFIG}")]

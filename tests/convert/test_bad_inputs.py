@@ -9,6 +9,7 @@ import resource
 import shutil
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,9 @@ def sharded(folder: Path, change: Callable[[Path], Any]) -> None:
     change(folder)
 
 
-def wrong_index(folder: Path) -> None:
+def indexed(folder: Path, name: str, file: str = "model-00001-of-00004.safetensors") -> None:
     index = json.loads((folder / INDEX).read_text())
-    index["weight_map"]["model.norm.weight"] = "model-00001-of-00004.safetensors"
+    index["weight_map"][name] = file
     (folder / INDEX).write_text(json.dumps(index))
 
 
@@ -95,7 +96,10 @@ HUGGING_FACE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: sharded(f, lambda g: [(g / n).unlink() for n in (INDEX, "model-00002-of-00004.safetensors")]),
         "holds 3 of the 4 shards",
     ),
-    "a wrong index": (lambda f: sharded(f, wrong_index), "disagree about model.norm.weight"),
+    "a wrong index": (
+        lambda f: sharded(f, partial(indexed, name="model.norm.weight")),
+        "disagree about model.norm.weight",
+    ),
     "only pickles": (only_pickles, "pytorch_model.bin is a pickle, which can run code: give safetensors"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "holds no safetensors"),
     "no config": (lambda f: (f / "config.json").unlink(), "holds no config.json"),
@@ -133,6 +137,28 @@ HUGGING_FACE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "weights quantised otherwise": (
         lambda f: config(f, quantization_config={"quant_method": "gptq"}),
         "quantised by 'gptq' cannot be read, only by mxfp4 or fp8",
+    ),
+    "a field that nobody knows": (
+        lambda f: config(f, surprise_field=3),
+        "the field surprise_field = 3 is not understood",
+    ),
+    "weights that are a folder": (
+        lambda f: [(f / "model.safetensors").unlink(), (f / "model.safetensors").mkdir()],
+        "model.safetensors is no file",
+    ),
+    "adapters": (
+        lambda f: [(f / "config.json").unlink(), (f / "adapter_config.json").write_text("{}")],
+        "holds adapters (LoRA), not a model: merge them into theirs first",
+    ),
+    "an index that names too much": (
+        lambda f: sharded(f, partial(indexed, name="model.surprise")),
+        "disagree about model.surprise",
+    ),
+    "a file outside of the folder": (
+        lambda f: sharded(
+            f, partial(indexed, name="model.norm.weight", file="../source/model-00001-of-00004.safetensors")
+        ),
+        "disagree about model.norm.weight",
     ),
     "weights of two dtypes": (
         lambda f: weights(f, model__layers__0__self_attn__q_proj__weight=torch.zeros(144, 80).bfloat16()),
