@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
 from collections.abc import Callable
@@ -191,8 +192,6 @@ class BlockFile:
 
     def _no_longer_direct(self) -> None:
         """A file system that does not take blocks after all, or the last bytes that a disk takes."""
-        import fcntl
-
         self._direct = False
         fcntl.fcntl(self._file, fcntl.F_SETFL, fcntl.fcntl(self._file, fcntl.F_GETFL) & ~os.O_DIRECT)
 
