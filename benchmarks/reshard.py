@@ -116,8 +116,11 @@ class Rank:
     def open(self, engines: dict[Member, list[Exposure]]) -> dict[Member, int]:
         return self.writer.open(engines)
 
-    def write_in_place(self, members: list[Member], prove: dict[str, str]) -> dict[str, int]:
-        return self.writer.write_in_place(members, prove)
+    def write_in_place(self, members: list[Member]) -> None:
+        self.writer.write_in_place(members)
+
+    def shares(self, kinds: dict[str, str]) -> dict[str, int]:
+        return self.writer.shares(kinds)
 
     def write(self, bucket: BucketSpec) -> dict[str, int]:
         return self.writer.write(bucket)
@@ -156,8 +159,11 @@ class Ranks:
     def open(self, engines: dict[Member, list[Exposure]]) -> list[dict[Member, int]]:
         return ray.get([actor.open.remote(engines) for actor in self.actors])
 
-    def write_in_place(self, members: Sequence[Member], prove: dict[str, str]) -> list[dict[str, int]]:
-        return ray.get([actor.write_in_place.remote(list(members), prove) for actor in self.actors])
+    def write_in_place(self, members: Sequence[Member]) -> None:
+        ray.get([actor.write_in_place.remote(list(members)) for actor in self.actors])
+
+    def shares(self, kinds: dict[str, str]) -> list[dict[str, int]]:
+        return ray.get([actor.shares.remote(kinds) for actor in self.actors])
 
     def write(self, bucket: BucketSpec) -> list[dict[str, int]]:
         return ray.get([actor.write.remote(bucket) for actor in self.actors])

@@ -128,8 +128,11 @@ class WorkerGroup:
     def open(self, engines: Mapping[Member, Sequence[Exposure]]) -> list[dict[Member, int]]:
         return self._all("open", "mapping the engines' weights", dict(engines))
 
-    def write_in_place(self, members: Sequence[Member], prove: Mapping[str, str]) -> list[dict[str, int]]:
-        return self._all("write_in_place", "writing weights", list(members), dict(prove))
+    def write_in_place(self, members: Sequence[Member]) -> None:
+        self._all("write_in_place", "writing weights", list(members))
+
+    def shares(self, kinds: Mapping[str, str]) -> list[dict[str, int]]:
+        return self._all("shares", "proving weights", dict(kinds))
 
     def meeting_place(self) -> tuple[str, int]:
         (place,) = wait_for([self.actors[0].address.remote()], "looking for a port", self._timeout, self._process)

@@ -40,9 +40,11 @@ class StreamWriters(Writers, Protocol):
     def open(self, engines: Mapping[Member, Sequence[Exposure]]) -> list[dict[Member, int]]:
         """Have every rank map the weights of these engines, and let go of all others; bytes that it will write into each."""
 
-    def write_in_place(self, members: Sequence[Member], prove: Mapping[str, str]) -> list[dict[str, int]]:
-        """Have every rank write its slices into these engines; its shares of the fingerprints of the tensors to `prove`, taken in the
-        dtypes that stand beside their names."""
+    def write_in_place(self, members: Sequence[Member]) -> object:
+        """Have every rank write its slices into these engines."""
+
+    def shares(self, kinds: Mapping[str, str]) -> list[dict[str, int]]:
+        """Each rank's shares of the fingerprints of the named tensors, taken in the dtypes that stand beside their names."""
 
 
 class StreamReceivers(Receivers, Protocol):
@@ -112,8 +114,11 @@ class Colocated(Transfer):
             prove = {
                 item.name: item.dtype for bucket in buckets for item in bucket.tensors if item.name in bucket.prove
             }
-            shares = shards.write_in_place(members, prove)
-            return Proof(shares, receivers.end_update(list(prove)))
+            shards.write_in_place(members)
+            with ThreadPoolExecutor(1) as beside:  # both sides take their fingerprints at the same time
+                shares = beside.submit(shards.shares, prove) if prove else None
+                engines = receivers.end_update(list(prove))
+                return Proof(shares.result() if shares else [], engines)
         shares = self._stream(buckets, shards, receivers)
         if self._in_place:
             self._expose(shards, receivers)

@@ -100,11 +100,9 @@ class ShardWriter:
         return pairs
 
     @torch.no_grad()
-    def write_in_place(self, members: Sequence[Member], prove: Mapping[str, str]) -> dict[str, int]:
-        """Write this rank's slices into engines that are `open`, in the engines' dtype; its shares of the fingerprints of the tensors
-        to `prove`, taken of its own weights in the dtypes that stand beside their names."""
+    def write_in_place(self, members: Sequence[Member]) -> None:
+        """Write this rank's slices into engines that are `open`, in the engines' dtype."""
         copy_all(pair for member in members for pairs in self._engines[member].pairs.values() for pair in pairs)
-        return {n: _share(self._slices[n], getattr(torch, kind)) for n, kind in prove.items() if n in self._slices}
 
     def _copy(self, bucket: BucketSpec) -> None:
         if any(item.name in self._slices for item in bucket.tensors):
@@ -113,8 +111,7 @@ class ShardWriter:
                     piece.copy.of(whole[piece.copy.hf]).copy_(piece.tensor[piece.copy.local])
 
     def _shares(self, bucket: BucketSpec) -> dict[str, int]:
-        kinds = {item.name: getattr(torch, item.dtype) for item in bucket.tensors}
-        return {name: _share(self._slices[name], kinds[name]) for name in bucket.prove if self._slices.get(name)}
+        return self.shares({item.name: item.dtype for item in bucket.tensors if item.name in bucket.prove})
 
     @torch.no_grad()
     def pieces(self, bucket: BucketSpec) -> list[tuple[Copy, torch.Tensor]]:
@@ -144,9 +141,10 @@ class ShardWriter:
         return shares
 
     @torch.no_grad()
-    def fingerprints(self, names: Iterable[str], dtype: torch.dtype) -> dict[str, int]:
-        """This rank's shares of the fingerprints of the named tensors, modulo 2**64, taken in `dtype`."""
-        return {name: _share(self._slices[name], dtype) for name in names if name in self._slices}
+    def shares(self, kinds: Mapping[str, str]) -> dict[str, int]:
+        """This rank's shares of the fingerprints of the named tensors, modulo 2**64, taken of its own weights in the dtypes that stand
+        beside their names."""
+        return {n: _share(self._slices[n], getattr(torch, kind)) for n, kind in kinds.items() if n in self._slices}
 
 
 def _region(piece: _Slice) -> torch.Tensor:

@@ -153,10 +153,15 @@ class Worker:
         """Map the weights of engines on this node; bytes of the actor's that this rank will write into each."""
         return self.writers["actor"].open(engines)
 
-    def write_in_place(self, members: list[Member], prove: dict[str, str]) -> dict[str, int]:
-        """The actor's slices straight into the weights of engines; this rank's shares of the fingerprints to `prove`."""
+    def write_in_place(self, members: list[Member]) -> None:
+        """The actor's slices straight into the weights of engines."""
         with self.roles.looking("actor"):
-            return self.writers["actor"].write_in_place(members, prove)
+            self.writers["actor"].write_in_place(members)
+
+    def shares(self, kinds: dict[str, str]) -> dict[str, int]:
+        """This rank's shares of the fingerprints of the actor's tensors, in the dtypes that stand beside their names."""
+        with self.roles.looking("actor"):
+            return self.writers["actor"].shares(kinds)
 
     def regions(self) -> dict[str, list[Region]]:
         """The parts of the actor's tensors that this rank answers for."""

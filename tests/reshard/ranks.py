@@ -45,8 +45,8 @@ class Ranks:
     def write(self, bucket: BucketSpec) -> list[dict[str, int]]:
         return self._all("write", bucket)
 
-    def fingerprints(self, names: Sequence[str], dtype: str) -> list[dict[str, int]]:
-        return self._all("fingerprints", list(names), dtype)
+    def shares(self, kinds: Mapping[str, str]) -> list[dict[str, int]]:
+        return self._all("shares", dict(kinds))
 
     def pieces(self, bucket: BucketSpec) -> list[list[tuple[Copy, torch.Tensor]]]:
         return self._all("pieces", bucket)
@@ -60,8 +60,8 @@ class Ranks:
     def open(self, engines: Mapping[Member, Sequence[Exposure]]) -> list[dict[Member, int]]:
         return self._all("open", dict(engines))
 
-    def write_in_place(self, members: Sequence[Member], prove: Mapping[str, str]) -> list[dict[str, int]]:
-        return self._all("write_in_place", list(members), dict(prove))
+    def write_in_place(self, members: Sequence[Member]) -> None:
+        self._all("write_in_place", list(members))
 
     def meeting_place(self) -> tuple[str, int]:
         return "127.0.0.1", free_port()
@@ -149,7 +149,7 @@ class _Server:
     def open(self, engines: dict[Member, list[Exposure]]) -> dict[Member, int]:
         return self.writer.open(engines)
 
-    def write_in_place(self, members: list[Member], prove: dict[str, str]) -> dict[str, int]:
+    def write_in_place(self, members: list[Member]) -> None:
         """What is frozen is not written."""
         engines = self.writer._engines
         self.writer._engines = {
@@ -157,7 +157,7 @@ class _Server:
             for member, opened in engines.items()
         }
         try:
-            return self.writer.write_in_place(members, prove)
+            self.writer.write_in_place(members)
         finally:
             self.writer._engines = engines
 
@@ -202,8 +202,8 @@ class _Server:
             for region, old in self._frozen.get(name, ()):
                 whole[region].copy_(old)
 
-    def fingerprints(self, names: list[str], dtype: str) -> dict[str, int]:
-        return self.writer.fingerprints(names, getattr(torch, dtype))
+    def shares(self, kinds: dict[str, str]) -> dict[str, int]:
+        return self.writer.shares(kinds)
 
     def restore(self) -> None:
         self._frozen = {}
