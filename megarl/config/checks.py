@@ -248,7 +248,7 @@ def _urls(cfg: Config) -> Iterator[str]:
             "reshard.transport=disk"
         )
     default = RolloutConfig()
-    for name in ("engines", "engine", "threads", "max_total_tokens"):
+    for name in ("engines", "engine", "threads", "max_total_tokens", "release_memory"):
         if (value := getattr(r, name)) != getattr(default, name):
             yield f"rollout.{name}={value} is about engines that a run starts, and rollout.urls names others; leave it out"
 

@@ -255,6 +255,7 @@ class RolloutConfig:
     dtype: Dtype | None = None  # of the engine's weights; None: the model's
     threads: int | None = None  # CPU threads of an engine; None: cores / engines
     max_total_tokens: int | None = None  # an engine's KV cache; None: from the batch on CPU, SGLang's choice on GPU
+    release_memory: Literal["off", "cache", "all"] = "off"  # engines give back while ranks work: KV cache, weights too
     engine: dict[str, Any] = field(default_factory=dict)  # any other SGLang engine argument, passed as it is
     record: str | None = None  # write every step's samples to this file
     replay: str | None = None  # take every step's samples from this file instead of generating

@@ -34,6 +34,7 @@ from megarl.rollout.sampling import Sampling
 
 NAME = "rollout engine"
 LOST = (EngineLost, ProcessLost)
+RELEASED = {"off": (), "cache": ("cache",), "all": ("cache", "weights")}  # by rollout.release_memory
 
 
 @dataclass
@@ -47,6 +48,7 @@ class Slot:
     starts: int = 0
     info: dict[str, Any] = field(default_factory=dict)
     current: bool = False  # has the weights that all have
+    released: set[str] = field(default_factory=set)  # memory that it gave back: weights, cache
 
     @property
     def member(self) -> Member:
@@ -120,8 +122,10 @@ class EngineGroup:
                 extra=dict(r.engine),
                 start_timeout=r.start_timeout,
                 progress_timeout=self.progress_timeout,
+                releases=r.release_memory != "off",
             )
         slot.starts += 1
+        slot.released = set()
         slot.starting, slot.begun, slot.current = slot.actor.ready.remote(), time.monotonic(), False
 
     def _place(self, number: int) -> tuple[dict[str, Any], dict[str, str]]:
@@ -160,6 +164,36 @@ class EngineGroup:
             self._settle()
             answers |= self._each(missing, "score", "engine log-probs", token_ids)
         return [answers[slot.number] for slot in self.slots]
+
+    # ---- memory
+
+    def release(self) -> None:
+        """Nothing is sampled until the next weights: give memory back, as far as rollout.release_memory says."""
+        what = RELEASED[self.config.rollout.release_memory]
+        if not what:
+            return
+        running = self._running()
+        released = self._each(running, "release_memory", "giving memory back", what)
+        for slot in running:
+            if slot.number in released:
+                slot.released.update(what)
+
+    def resume(self, what: str) -> None:
+        """Take memory of "weights", which the next update fills, or of the "cache" again, where it was released."""
+        slots = [slot for slot in self.slots if what in slot.released]
+        self._each(slots, "resume_memory", "taking memory again", [what])
+        for slot in slots:
+            slot.released.discard(what)
+
+    def peak_memory(self) -> list[int]:
+        """Bytes of host memory that each engine held at most since the last time; none where engines compute elsewhere."""
+        if self._urls or torch.cuda.is_available():
+            return []
+        return list(self._each(self._running(), "peak_memory", "measuring memory").values())
+
+    def _running(self) -> list[Slot]:
+        """Who can be asked; one that starts has all its memory when it is ready."""
+        return [slot for slot in self.slots if slot.starting is None]
 
     # ---- weights
 

@@ -9,6 +9,7 @@ import shutil
 import socket
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -425,12 +426,16 @@ def port_taken(port: int) -> bool:
 def _gpus(cfg: Config) -> Iterator[str]:
     import torch
 
-    if (
-        not torch.cuda.is_available() or type(cfg.rollout.engine.get("tp_size", 1)) is not int
-    ):  # the latter is told already
+    if not torch.cuda.is_available():
         return
-    gpus = torch.cuda.device_count()
-    yield from pools.too_many(cfg, gpus, f"this machine has {gpus} GPUs")
+    if cfg.rollout.release_memory != "off" and find_spec("torch_memory_saver") is None:
+        yield (
+            f"rollout.release_memory={cfg.rollout.release_memory} needs the package torch_memory_saver on GPUs; install "
+            "torch-memory-saver, or set rollout.release_memory=off"
+        )
+    if type(cfg.rollout.engine.get("tp_size", 1)) is int:  # else it is told already
+        gpus = torch.cuda.device_count()
+        yield from pools.too_many(cfg, gpus, f"this machine has {gpus} GPUs")
 
 
 def _gpu_bytes() -> int | None:

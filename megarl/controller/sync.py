@@ -56,11 +56,23 @@ class WeightSync:
     version: int = 0  # of the weights that the engines are given
 
     def push(self, version: int) -> dict[str, float]:
-        """Metrics of the sync. Raises RunError where anything did not arrive. Afterwards the ranks rest."""
+        """Metrics of the sync. Raises RunError where anything did not arrive. Afterwards the ranks rest.
+
+        Engines that gave memory back have it again: for the weights before they come, for the cache when nothing else needs room.
+        """
         self.version = version
+        self.engines.resume("weights")
         metrics = self.transfer.push(self.actor, self.engines, version).metrics()
-        metrics |= self.probe_engines() if self.probe else {}
-        return metrics | self.actor.rest()
+        if self.probe:
+            self.engines.resume("cache")
+            metrics |= self.probe_engines()
+        metrics |= self.actor.rest()
+        self.engines.resume("cache")
+        return metrics
+
+    def release(self) -> None:
+        """The engines give memory back until the next `push`, as far as the configuration says."""
+        self.engines.release()
 
     def renew(self, receivers: Receivers) -> None:
         """Give engines that were started anew the weights that all others have."""

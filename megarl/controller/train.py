@@ -21,6 +21,7 @@ from megarl.controller.engines import EngineGroup
 from megarl.controller.estimator import Estimator
 from megarl.controller.evaluation import Evaluation
 from megarl.controller.export import export_critic, export_hf
+from megarl.controller.phases import Phases
 from megarl.controller.placement import Places, places_of
 from megarl.controller.preflight import Prepared
 from megarl.controller.role_checks import notes
@@ -142,6 +143,7 @@ def _build(cfg: Config, prepared: Prepared, observer: Observer, stack: ExitStack
             group.ready()
     with observer.stage("start the engine"):
         engines.ready()
+        engines.release()  # until the first weights
     dtype = cfg.rollout.dtype or cfg.model.dtype
     transfer = transport(cfg, prepared.model, prepared.folder, observer.folder.path / "weights")
     stack.callback(transfer.close)
@@ -173,7 +175,7 @@ def _build(cfg: Config, prepared: Prepared, observer: Observer, stack: ExitStack
         estimator=Estimator(cfg.algorithm),
         selection=Selection(cfg.algorithm),
         sync=sync,
-        stage=observer.stage,
+        stage=Phases(observer.stage, groups.values(), engines),
     )
     saving = Saving(cfg, trainer, hosts, observer)
     trainer.while_idle = saving.look

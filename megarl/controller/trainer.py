@@ -11,6 +11,7 @@ from megarl.controller.baseline import GreedyBaseline, NoBaseline
 from megarl.controller.calls import all_of
 from megarl.controller.estimator import Estimator
 from megarl.controller.metrics import StepMetrics
+from megarl.controller.phases import Phases
 from megarl.controller.roles import Critic, Learner, NoCritic, NoReference, NoRewardModel, Reference, RewardModel
 from megarl.controller.rollout import Rollout
 from megarl.controller.selection import Bypassed, Scored, Selection
@@ -18,7 +19,6 @@ from megarl.controller.shaping import Shaping
 from megarl.controller.sync import WeightSync
 from megarl.controller.workers import WorkerGroup
 from megarl.data import PromptSource
-from megarl.observe.stages import Stages
 from megarl.rewards import Rewarder
 
 
@@ -40,7 +40,7 @@ class Trainer:
     estimator: Estimator
     selection: Selection
     sync: WeightSync
-    stage: Stages
+    stage: Phases
     metrics: StepMetrics = field(default_factory=StepMetrics)
     while_idle: Callable[[], None] = lambda: None  # called when the ranks have nothing to do, before and after sampling
 
@@ -51,7 +51,9 @@ class Trainer:
             batch = self.rollout.collect(self.prompts.take(self.prompts_per_step), number)
         self.while_idle()
         with self.stage("score"):
-            batch = self.reward_model.add(batch.union(self.rewards.score(batch), self.baseline.scores(batch)))
+            batch = batch.union(self.rewards.score(batch), self.baseline.scores(batch))
+            self.sync.release()  # nothing is sampled from here to the next weights
+            batch = self.reward_model.add(batch)
         with self.stage("log_probs"):
             batch = batch.union(
                 *all_of(self.old_policy.log_probs(batch), self.reference.log_probs(batch), self.critic.values(batch))
@@ -62,6 +64,7 @@ class Trainer:
             critic, actor = all_of(self.critic.update(batch), self.actor.update(batch, number))
         with self.stage("reshard"):
             report = self.sync.push(number)
+        report |= self.stage.peaks()
         return batch, self.metrics.of(batch, {"critic": critic, "actor": actor}, report, self.stage.collect())
 
     def state_dict(self) -> dict[str, Any]:

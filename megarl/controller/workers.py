@@ -170,6 +170,10 @@ class WorkerGroup:
         answers = self._all("rest", "offloading")
         return {key: max(answer.get(key, 0.0) for answer in answers) for key in answers[0]}
 
+    def peak_memory(self) -> list[int]:
+        """Bytes that each rank held at most since the last time."""
+        return self._all("peak_memory", "measuring memory")
+
     def _updates(
         self, method: str, what: str, prepare: Callable[[Batch], Batch], batch: Batch, reads: Sequence[str]
     ) -> Later[dict[str, float]]:

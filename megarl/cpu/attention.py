@@ -5,7 +5,8 @@ step. `activate` registers, under the same name, a backend that gathers the cach
 sequence, and calls SDPA once a layer. Everything is computed in float32, also where the cache is bfloat16: the products are
 then exact, and only the result is rounded. Sliding windows, cross attention, encoders and long prefills go the old way.
 
-SGLang loads this in each of its processes through the entry point group `sglang.srt.plugins`. It does nothing where CUDA is.
+SGLang loads this, and with it `megarl.cpu.memory`, in each of its processes through the entry point group `sglang.srt.plugins`. It
+does nothing where CUDA is.
 """
 
 from __future__ import annotations
@@ -16,13 +17,16 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from megarl.cpu import memory
+
 LONGEST_PREFILL = 1024  # tokens; beyond it the loop over sequences costs little, and padding much
 
 
 def activate() -> None:
-    """Let SGLang's attention backend `torch_native` be the batched one."""
+    """Let SGLang's attention backend `torch_native` be the batched one, and its engines able to release memory."""
     if torch.cuda.is_available():
         return
+    memory.activate()
     from sglang.srt.layers.attention import attention_registry
 
     attention_registry.ATTENTION_BACKENDS["torch_native"] = _create

@@ -202,8 +202,15 @@ class Plan:
         if pool == "actor" and self.hardware.gpu:
             shared = 0 if self.apart or not self.config.rollout.started else 1
             buffers = (self._sent + shared * self._received) if phase == "sync" else 0
-            load = replace(load, engine=shared * self.engine.weights, cache=shared * self.engine.cache, buffers=buffers)
+            weights, cache = self._of_engine(phase)
+            load = replace(load, engine=shared * weights, cache=shared * cache, buffers=buffers)
         return load
+
+    def _of_engine(self, phase: str) -> tuple[int, int]:
+        """Bytes of weights and cache that an engine's rank has in a phase; it may give them back while the trainer's ranks work."""
+        kept, works = self.config.rollout.release_memory, phase in ("log-probs", "update")
+        weights = 0 if kept == "all" and works else self.engine.weights
+        return weights, 0 if kept != "off" and phase != "rollout" else self.engine.cache
 
     def _without_shared(self, held: Held, place: Seat) -> Held:
         """Of a reference on the actor's ranks: what the actor never changes is the actor's own storage (roles/building.py)."""
@@ -248,7 +255,7 @@ class Plan:
         if hardware.gpu:
             return shared + max(load.host for load in mine) * min(hardware.devices, len(mine))
         size = engine_size(cfg)
-        held = sum(load.total for load in mine) + cfg.rollout.started * size * (self.engine.weights + self.engine.cache)
+        held = sum(load.total for load in mine) + cfg.rollout.started * size * sum(self._of_engine(phase))
         # Ranks, an engine's ranks and the process that leads them, the controller with Ray.
         processes = len(mine) + cfg.rollout.started * (size + 1) + 1
         return shared + -(-(held + round(processes * hardware.process_gib * GIB)) // nodes)

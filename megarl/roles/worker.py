@@ -207,6 +207,18 @@ class Worker:
         """The roles make room for engines on their device, as far as the configuration says; what was moved since the last time."""
         return self.roles.rest(leave=self.config.rollout.pool == "actor")
 
+    def peak_memory(self) -> int:
+        """Bytes that this rank held at most since the last time: on its device, or in all where there is none."""
+        import torch
+
+        from megarl.cpu.memory import peak
+
+        if not torch.cuda.is_available():
+            return peak([os.getpid()])
+        held = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return held
+
     def _answer(self, done: Batch | None, names: dict[str, str]) -> Batch | None:
         """Only the primary rank of a data-parallel group sends an answer; the others hold the same one or none."""
         if done is None or not self.place.primary:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -145,6 +145,7 @@ class Engine(AnyEngine):
         extra: dict[str, Any] | None = None,
         start_timeout: float = 600.0,
         progress_timeout: float = 300.0,
+        releases: bool = False,
         log: str | Path | None = None,
     ):
         """Start an engine on a Hugging Face folder and wait until it answers.
@@ -152,7 +153,7 @@ class Engine(AnyEngine):
         threads: CPU cores it computes on (None: all), shared out over its ranks (tp_size in `extra`). max_total_tokens: size of
         its KV cache in tokens (None: SGLang's choice on a GPU, a moderate one on CPU). extra: any other SGLang engine argument, with
         the last word. progress_timeout: seconds without a new token, while any is asked for, or without an answer to a call, after
-        which the engine is taken for hung.
+        which the engine is taken for hung. releases: whether it will be asked to `release_memory`; CPU engines always can.
         log: file for what SGLang prints (None: one that is gone with the engine; errors quote from it).
         """
         super().__init__(progress_timeout, seed)
@@ -167,6 +168,7 @@ class Engine(AnyEngine):
             "max_total_tokens": max_total_tokens,
             "seed": seed,
             "extra": dict(extra or {}),
+            "releases": releases,
         }
         try:
             self._info = self._call("start", settings, timeout=start_timeout)
@@ -207,13 +209,17 @@ class Engine(AnyEngine):
         """Within an update: where each rank has its part of these tensors, in memory that others can write to in later updates."""
         return self._call("expose", list(tensors))
 
-    def release_memory(self) -> None:
-        """Give the GPU memory of weights and cache back (needs enable_memory_saver); without effect on CPU."""
-        self._call("release_memory")
+    def release_memory(self, what: Collection[str]) -> None:
+        """Give memory back, of "weights", of the KV "cache" or of both. Until it is resumed the engine refuses to sample."""
+        self._call("release_memory", list(what))
 
-    def resume_memory(self) -> None:
-        """Take the memory again. The weights have to be loaded anew."""
-        self._call("resume_memory")
+    def resume_memory(self, what: Collection[str]) -> None:
+        """Take memory again, of what was released. Weights have to be loaded anew, which they can before the cache is back."""
+        self._call("resume_memory", list(what))
+
+    def peak_memory(self) -> int:
+        """Bytes of host memory that the engine's processes held at most since the last time (`megarl.cpu.memory.peak`)."""
+        return self._call("peak_memory")
 
     def shutdown(self) -> None:
         """Stop the engine and everything it started. Can be called again, and after any failure."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
+from megarl.cpu.memory import SHARED
 from megarl.reshard.bucket import ALIGN
 from megarl.reshard.exposure import Exposure, Spot
 from megarl.rollout.shards import Shard, shards_of
@@ -20,7 +21,7 @@ class Memory:
         parameters = [parameter for parameter in model.parameters() if parameter.numel()]
         places = [-(-_span(parameter.data) // ALIGN) * ALIGN for parameter in parameters]
         self.size = max(1, sum(places))
-        self._handle = os.memfd_create("megarl-weights")
+        self._handle = os.memfd_create(SHARED)
         os.posix_fallocate(self._handle, 0, self.size)
         self.path = f"/proc/{os.getpid()}/fd/{self._handle}"
         self.held: dict[str, Shard] = {}  # what was exposed, by the checkpoint's name

@@ -7,7 +7,7 @@ import functools
 import os
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,13 @@ from sglang.srt.managers.io_struct import GenerateReqInput, UpdateWeightsFromTen
 from sglang.srt.server_args import ServerArgs
 
 from megarl.cpu import has_cuda
+from megarl.cpu.memory import peak
 from megarl.errors import RunError, UserError
 from megarl.reshard.bucket import BucketSpec, BucketTensor
 from megarl.reshard.exposure import Exposure
 from megarl.reshard.link import Meeting, Regions
 from megarl.reshard.stream import Stream
-from megarl.rollout import loader
+from megarl.rollout import loader, session
 from megarl.rollout.folder import decoder, end_tokens
 from megarl.rollout.requests import Requests
 from megarl.rollout.serving import Serving
@@ -38,6 +39,10 @@ _ON_CPU: dict[str, Any] = {
     "max_total_tokens": 16384,
     "max_running_requests": 256,
 }
+
+
+_TAGS = {"weights": "weights", "cache": "kv_cache"}  # SGLang's names of memory
+_IDLE_WITHIN = 30.0  # seconds after its last answer
 
 
 class _Quiet(SGLangEngine):
@@ -71,13 +76,21 @@ class _Inside:
 class Server(Serving):
     """The arguments are those of `megarl.rollout.engine.Engine`."""
 
-    def __init__(self, model_path: str, dtype: str, max_total_tokens: int | None, seed: int, extra: dict[str, Any]):
+    def __init__(
+        self,
+        model_path: str,
+        dtype: str,
+        max_total_tokens: int | None,
+        seed: int,
+        extra: dict[str, Any],
+        releases: bool = False,
+    ):
         super().__init__()
         self.stop_token_ids = end_tokens(Path(model_path))
         self.ranks = int(extra.get("tp_size", 1))  # processes of the engine that hold weights
         if self.ranks > 1 and not has_cuda():
             os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _cores(self.ranks))
-        self.engine = _Quiet(**engine_arguments(model_path, dtype, max_total_tokens, seed, extra))
+        self.engine = _Quiet(**engine_arguments(model_path, dtype, max_total_tokens, seed, extra, releases))
         self.loop = self.engine.loop
         limits = self.engine._scheduler_init_result.scheduler_infos[0]
         self.max_total_tokens = int(limits["max_total_num_tokens"])
@@ -114,6 +127,8 @@ class Server(Serving):
     # ---- weights
 
     def _open_update(self) -> None:
+        if "weights" in self.released:
+            raise RunError("the memory of its weights is released")
         self.expected, self.loaded = set(), set()
 
     def link(self, meeting: Meeting, first: int, sources: list[Regions], plan: list[list[BucketTensor]]) -> None:
@@ -210,12 +225,25 @@ class Server(Serving):
             _accepted(self.engine.end_weight_update())
             self._opened = False
 
-    def release_memory(self) -> None:
-        self.engine.release_memory_occupation()
-        self.broken = "its memory was released and nothing was loaded since"
+    # ---- memory
 
-    def resume_memory(self) -> None:
-        self.engine.resume_memory_occupation()
+    def release_memory(self, what: Collection[str]) -> None:
+        """`what`: of "weights" and "cache"."""
+        # The last answer may be here before the scheduler has become idle, and one that is not ends when it is to release memory.
+        idle = self._run(self.engine.tokenizer_manager.flush_cache(timeout_s=_IDLE_WITHIN))
+        if not idle.success:
+            raise RunError(f"it is not idle, and cannot give memory back ({idle.message})")
+        self.engine.release_memory_occupation([_TAGS[name] for name in what])
+        self.released |= set(what)
+        if "weights" in what:
+            self.broken = "their memory was released and nothing was loaded since"
+
+    def resume_memory(self, what: Collection[str]) -> None:
+        self.engine.resume_memory_occupation([_TAGS[name] for name in what])
+        self.released -= set(what)
+
+    def peak_memory(self) -> int:
+        return peak(session.processes(os.getsid(0)))
 
 
 def _cores(ranks: int) -> str:
@@ -233,7 +261,12 @@ def _accepted(answer: Any) -> None:
 
 
 def engine_arguments(
-    model_path: str, dtype: str, max_total_tokens: int | None, seed: int, extra: dict[str, Any]
+    model_path: str,
+    dtype: str,
+    max_total_tokens: int | None,
+    seed: int,
+    extra: dict[str, Any],
+    releases: bool = False,
 ) -> dict[str, Any]:
     """SGLang's arguments: ours, then the CPU's where there is no CUDA, then `extra`. UserError for an unknown one."""
     known = set(ServerArgs.__struct_fields__)
@@ -254,6 +287,8 @@ def engine_arguments(
     }
     if not has_cuda():
         arguments |= _ON_CPU
+    elif releases:
+        arguments["enable_memory_saver"] = True
     if max_total_tokens is not None:
         arguments["max_total_tokens"] = max_total_tokens
     return arguments | extra

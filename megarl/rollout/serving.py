@@ -23,6 +23,7 @@ class Serving:
         self.version = 0
         self.updating: int | None = None  # the version that is being loaded
         self.broken = ""  # why the weights can not be trusted
+        self.released: set[str] = set()  # what has no memory now: weights, cache
         self.fingerprints: dict[str, int] = {}
         self.seconds = {"load": 0.0, "prove": 0.0}  # of the last update
 
@@ -68,6 +69,8 @@ class Serving:
     def _check_weights(self) -> None:
         if self.updating is not None:
             raise RunError(f"the update to weight version {self.updating} has not ended")
+        if self.released:
+            raise RunError(f"the memory of its {' and '.join(sorted(self.released))} is released")
         if self.broken:
             raise RunError(f"its weights are not to be trusted: {self.broken}")
 

@@ -71,6 +71,7 @@ CASES = {
         "rollout.engine.tp_size=2",
         "rollout.threads=1",
         "rollout.max_total_tokens=4096",
+        "rollout.release_memory=cache",
         "reshard.transport=distributed",
         said=(
             "rollout.urls holds 'localhost:30000'; an SGLang server is named as http://host:port",
@@ -81,6 +82,7 @@ CASES = {
             "rollout.engine={'tp_size': 2} is about engines that a run starts",
             "rollout.threads=1 is about engines that a run starts",
             "rollout.max_total_tokens=4096 is about engines that a run starts",
+            "rollout.release_memory=cache is about engines that a run starts",
         ),
     ),
     "a server that is not there": bad(

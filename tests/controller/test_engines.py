@@ -191,6 +191,28 @@ def test_what_is_unfinished_goes_on_under_other_weights(crew):
     assert len(groups) == len(set(groups))  # no group twice
 
 
+@pytest.mark.slow
+def test_one_is_lost_while_all_have_given_their_memory_back(crew):
+    """It is started anew with all its memory; the others take theirs, the weights fill it, and every response is what it was."""
+    engines, asked = crew.fresh().engines, prompts(6)
+    before = engines.generate(asked, Sampling(n=3, max_new_tokens=24), "@1")
+    engines.config.rollout.release_memory = "all"
+    try:
+        engines.release()
+        assert [slot.released for slot in engines.slots] == [{"cache", "weights"}] * 2
+        with pytest.raises(RunError, match="the memory of its cache and weights is released"):
+            engines.generate(asked, Sampling(max_new_tokens=8), "@2")
+        os.kill(crew.pids(1)["scheduler"], signal.SIGKILL)
+        engines.resume("weights")
+        crew.weights.give(engines)
+        engines.resume("cache")
+        assert [slot.released for slot in engines.slots] == [set()] * 2 and len(crew.notes) == 1
+        after = engines.generate(asked, Sampling(n=3, max_new_tokens=24), "@1")
+        assert [s.response_ids for s in after] == [s.response_ids for s in before]
+    finally:
+        engines.config.rollout.release_memory = "off"
+
+
 def test_the_filter_gets_scored_groups_while_others_are_sampled(crew):
     engines = crew.fresh().engines
     supply = iter(prompts(40, "q"))

@@ -72,7 +72,7 @@ def back_to(run: Path, step: int) -> None:
 def numbers(run: Path) -> list[dict[str, Any]]:
     """Every step's metrics but those of time."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    timed = ("time/", "throughput/", "reshard/", "rollout/")
+    timed = ("time/", "throughput/", "reshard/", "rollout/", "memory/")
     return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in rows if "reward/mean" in row]
 
 

@@ -54,6 +54,23 @@ def test_every_rank_and_phase_is_told_and_written(tmp_path: Path, capsys: pytest
     assert facts["node"]["update"] == max(facts["node"].values())
 
 
+@pytest.mark.parametrize("where", ["h100", "laptop"])
+def test_engines_that_give_memory_back_leave_it_to_the_ranks(where: str, tmp_path: Path) -> None:
+    held = {}
+    for what in ("off", "cache", "all"):
+        code, facts = plan(tmp_path, "configs/tiny.yaml", "--hardware", where, f"rollout.release_memory={what}")
+        loads = {load["phase"]: load for load in facts["ranks"] if load["rank"] == 0}
+        total = facts["node"] if where == "laptop" else {p: loads[p]["engine"] + loads[p]["cache"] for p in PHASES}
+        assert code == 0 and list(total) == list(PHASES)
+        held[what] = total
+    cache = held["off"]["sync"] - held["cache"]["sync"]
+    weights = held["cache"]["update"] - held["all"]["update"]
+    assert cache > 0 < weights
+    for what, given in {"cache": cache, "all": cache + weights}.items():
+        fallen = {phase: held["off"][phase] - held[what][phase] for phase in PHASES}
+        assert fallen == {"rollout": 0, "log-probs": given, "update": given, "sync": cache}
+
+
 def test_roles_and_pools_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = ["critic.parallel.ranks=2", "critic.parallel.tensor=2", "reference.offload=all"]
     code, facts = plan(tmp_path, "configs/recipes/ppo.yaml", "--hardware", "h100", *own)

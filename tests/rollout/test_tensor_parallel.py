@@ -6,7 +6,7 @@ from megarl.models.tiny import make_tiny
 from megarl.reshard.fingerprint import fingerprint
 from megarl.rollout.engine import Engine
 from megarl.rollout.sampling import Sampling
-from tests.rollout.test_engine import PROMPTS, shared, tensors_of, update, worst, write_in_place
+from tests.rollout.test_engine import PROMPTS, expose, fill, shared, tensors_of, update, worst
 
 __all__ = ["shared"]  # a fixture
 # One key-value head for two ranks: SGLang copies it to both on a GPU, and on a CPU adds heads of zeros.
@@ -41,7 +41,7 @@ def test_two_ranks_sample_and_are_proved(family, tmp_path, shared, reference):
             assert {name for name in prints if prints[name] != expected[name]} == {name}
 
         tensors = tensors_of(first)
-        prints = write_in_place(engine, tensors_of(second), tensors, shared)
+        prints = fill(engine, expose(engine, tensors_of(second), shared), tensors)
         assert prints == {name: fingerprint(tensor) for name, tensor in tensors.items()}
         assert worst(engine.generate(PROMPTS, Sampling(n=2, max_new_tokens=16)), first, reference) <= 1e-5
     finally:
