@@ -123,7 +123,8 @@ def _together(cfg: Config, cut: Mapping[str, list[int]]) -> list[list[str]]:
 
 def _this_node() -> str:
     """The resource that each node of Ray has of its own, of the one that the run was started on."""
-    return f"node:{ray.util.get_node_ip_address()}"
+    own = ray.get_runtime_context().get_node_id()
+    return next(f"node:{node['NodeManagerAddress']}" for node in ray.nodes() if node["NodeID"] == own)
 
 
 def _faults(cfg: Config, resource: str) -> Iterator[str]:
