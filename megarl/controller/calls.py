@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import ray
+from ray._private import worker
 
 from megarl.errors import RunError, UserError
 
 T = TypeVar("T")
+_LOOK = 2.0  # seconds between two looks at Ray itself
 _GRACE = 3.0  # seconds in which a death is known that made another rank's call fail
 
 
@@ -53,7 +56,11 @@ def wait_for(
     names = {reference: f"{process} {number}" for number, reference in zip(at, references, strict=True)}
     pending = list(references)
     while pending:
-        done, pending = ray.wait(pending, num_returns=1, timeout=timeout)
+        done: list[Any] = []
+        end = time.monotonic() + timeout
+        while not done and time.monotonic() < end:
+            _check_ray(what)
+            done, pending = ray.wait(pending, num_returns=1, timeout=min(_LOOK, timeout))
         if not done:
             silent = " and ".join(names[reference] for reference in pending)
             raise ProcessLost(
@@ -67,8 +74,18 @@ def wait_for(
             _raise_death(pending, names, what)  # ranks fail when one of them dies: that one is the cause
             raise RunError(f"{what}: {names[done[0]]}: {type(error.cause).__name__}: {error.cause}") from error
         except ray.exceptions.RayActorError as error:
+            _check_ray(what)  # it takes its workers along
             raise _death(error, names[done[0]], what) from error
     return ray.get(list(references))
+
+
+def _check_ray(what: str) -> None:
+    """Raise the death of a process of Ray's own that this one started. Without it calls seem to go on for a minute, and then Ray ends
+    the driver without a word."""
+    node = worker._global_node
+    for kind, _ in node.dead_processes() if node is not None else ():
+        if kind in ("gcs_server", "raylet"):
+            raise RunError(f"{what}: Ray's {kind} died: it was killed, often for want of memory")
 
 
 def _raise_death(references: Sequence[Any], names: dict[Any, str], what: str) -> None:

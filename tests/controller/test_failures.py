@@ -63,6 +63,20 @@ def test_a_dead_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("part", ["gcs_server", "raylet"])
+def test_a_dead_part_of_ray(tmp_path: Path, part: str) -> None:
+    """But for two small agents of Ray, which look for their cluster for up to a minute, nothing is left."""
+    with Run(tmp_path, *LONG) as run:
+        run.until(run.steps, 150, "a step")
+        run.kill_one(f"{part} --")
+        assert run.code(60) == 1, run.err
+        assert len(run.said) == 1 and f"Ray's {part} died" in run.said[0] and "Traceback" not in run.err, run.err
+        assert run.leftovers() == []
+        run.gone(90)
+        check_summary(run)
+
+
+@pytest.mark.slow
 def test_a_rank_that_hangs(tmp_path: Path) -> None:
     """Stopped, it cannot say where it stands; the one that waits for it can."""
     with Run(tmp_path, *LONG, "cluster.worker_timeout=60") as run:
