@@ -274,7 +274,7 @@ class ReshardConfig:
     folder: str | None = None  # of transport=disk, seen by ranks and engines alike; None: weights/ in the run folder
     in_place: bool = True  # colocated on CPUs: from its second update on ranks write straight into an engine's weights
     bucket_mb: int = 64  # weights move in buckets of at most this size, and a larger tensor alone
-    verify: Literal["full", "sampled", "off"] = "full"  # fingerprints after a sync: all, a rotating part of 1/32, none
+    verify: Literal["full", "sampled", "off"] = "full"  # fingerprints after a sync: all, a rotating part of 1/64, none
     full_every: int = 0  # with verify=sampled, one sync of so many is proved in full; 0: the first alone
     probe: bool = False  # after every sync also compare log-probs of a probe sequence, trainer against engine
     probe_tolerance: float | None = None  # largest |difference|; None: 1e-5 where all is float32, else 0.25
