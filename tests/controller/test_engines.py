@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from megarl.reshard.bucket import BucketSpec
 from megarl.reshard.colocated import Colocated
 from megarl.reshard.fingerprint import fingerprint
 from megarl.reshard.stream import Stream
+from megarl.reshard.transfer import Member
 from megarl.rollout import session
 from megarl.rollout.sampling import Sampling
 from tests.controller.runs import CONFIG, processes
@@ -328,15 +330,27 @@ class _Spoiling(Whole):
         self.spoil()
         return super().write_stream(stream)
 
+    def write_in_place(self, members: Sequence[Member]) -> None:
+        self.spoil()
+        super().write_in_place(members)
+
 
 @pytest.mark.slow
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_an_engine_that_is_lost_while_it_takes_weights_holds_nobody_up(crew, number):
+def test_an_engine_that_is_lost_while_it_takes_weights_holds_nobody_up(crew, number, in_place):
     crew.fresh()
     crew.weights.use(crew.other, 4)  # what one that is started anew is given
-    transfer = Colocated(ModelMap.from_hf(crew.other), dtype="float32", bucket_bytes=100_000, verify="off")
+    options = {"dtype": "float32", "bucket_bytes": 100_000, "in_place": in_place}
+    transfer = Colocated(ModelMap.from_hf(crew.other), verify="off", **options)
     try:
-        transfer.push(_Spoiling(crew.other, crew.pids(1)["scheduler"], number), crew.engines, 4)
+        if in_place:  # the first goes through buckets
+            transfer.push(Whole(crew.folder), crew.engines, 3)
+            spoiling = _Spoiling(crew.other, crew.pids(1)["scheduler"], number)
+            spoiling.open(transfer._open)
+            transfer.push(spoiling, crew.engines, 4)
+        else:
+            transfer.push(_Spoiling(crew.other, crew.pids(1)["scheduler"], number), crew.engines, 4)
     finally:
         transfer.close()
     samples = crew.engines.generate(prompts(6), Sampling(n=2, max_new_tokens=8), "@4")
@@ -396,6 +410,10 @@ def test_fifty_steps_with_partial_rollouts_and_losses_leave_nothing_behind(crew)
     rollout = Generated(
         engines, crew.config.rollout, selection=GroupSelection(more=more, oversample=2.0, unfinished="keep")
     )
+    whole = Whole(crew.folder)
+    transfer = Colocated(
+        ModelMap.from_hf(crew.folder), dtype="float32", bucket_bytes=100_000, verify="full", in_place=True
+    )
     seen: set[str] = set()
     before: dict[str, int] = {}
     resumed = 0
@@ -412,7 +430,8 @@ def test_fifty_steps_with_partial_rollouts_and_losses_leave_nothing_behind(crew)
         seen |= groups
         resumed += batch.meta["rollout"]["resumed"]
         crew.weights.use(crew.other if step % 2 else crew.folder, step + 1)
-        crew.weights.give(engines)
+        whole.tensors = crew.weights.tensors
+        transfer.push(whole, engines, step + 1)  # in place, but after a loss
         if step == 15:
             before, resident = held(), resident_mb()
     assert len(crew.notes) == 5 and resumed > 20
@@ -420,3 +439,6 @@ def test_fifty_steps_with_partial_rollouts_and_losses_leave_nothing_behind(crew)
     assert all(after[name] <= before[name] + 2 for name in before), (before, after)
     assert resident_mb() < resident + 50
     assert shared and not [path for path in shared if path.exists()]
+    transfer.close()
+    mapped = {line.split()[4] for line in Path("/proc/self/maps").read_text().splitlines() if "megarl-weights" in line}
+    assert len(mapped) == 2  # of the engines that run, and of none that was lost

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file
 
 from megarl.errors import RunError
 from megarl.reshard.bucket import BucketSpec
+from megarl.reshard.exposure import Exposure, meeting
+from megarl.reshard.fingerprint import fingerprint
 from megarl.reshard.stream import Control, Stream
+from megarl.reshard.transfer import Member
 
 
 class Whole:
@@ -35,3 +40,23 @@ class Whole:
             self.write(bucket)
             control.wrote(0, number + 1)
         return []
+
+    def open(self, engines: Mapping[Member, Sequence[Exposure]]) -> list[dict[Member, int]]:
+        self.engines = {
+            member: [
+                (name, spot, view) for e in ranks for (name, view), spot in zip(e.views().items(), e.spots.values())
+            ]
+            for member, ranks in engines.items()
+        }
+        return [{member: sum(spot.nbytes for _, spot, _ in parts) for member, parts in self.engines.items()}]
+
+    def write_in_place(self, members: Sequence[Member]) -> None:
+        for member in members:
+            for name, spot, view in self.engines[member]:
+                whole = self.tensors[name]
+                common = meeting([slice(0, size) for size in whole.shape], spot.origin, spot.shape)
+                assert common is not None
+                view[common[1]].copy_(whole[common[0]])
+
+    def shares(self, kinds: Mapping[str, str]) -> list[dict[str, int]]:
+        return [{name: fingerprint(self.tensors[name].to(getattr(torch, kind))) for name, kind in kinds.items()}]
