@@ -43,9 +43,7 @@ class Whole:
 
     def open(self, engines: Mapping[Member, Sequence[Exposure]]) -> list[dict[Member, int]]:
         self.engines = {
-            member: [
-                (name, spot, view) for e in ranks for (name, view), spot in zip(e.views().items(), e.spots.values())
-            ]
+            member: [(name, e.spots[name], view) for e in ranks for name, view in e.views().items()]
             for member, ranks in engines.items()
         }
         return [{member: sum(spot.nbytes for _, spot, _ in parts) for member, parts in self.engines.items()}]
