@@ -178,14 +178,14 @@ def test_what_cannot_be_right_is_one_sentence_that_names_the_server(server: Serv
         "no response: ": changed(lambda output: output["output_ids"].append("x")),
         "has the token 419, and the model has 419": changed(lambda output: output["output_ids"].__setitem__(0, 419)),
         "ended with 'tired'": changed(lambda output: output["meta_info"]["finish_reason"].update(type="tired")),
-        "weights of version 5, and was given default": changed(
+        "5, and was given default": changed(
             lambda output: output["meta_info"].update(weight_version="5")
         ),
     }
     for said, spoil in cases.items():
         with between(server.url, spoil) as url:
             engine = RemoteEngine(url, str(model), seed=3)
-            engine._server.web.version = "default" if "version" in said else None
+            engine._server.web.version = "default" if "default" in said else None
             with pytest.raises(EngineLost) as caught:
                 engine.generate(PROMPTS[:1], Sampling(max_new_tokens=8, temperature=1.0))
             assert url in str(caught.value) and said in str(caught.value) and "\n" not in str(caught.value)
