@@ -15,9 +15,7 @@ from megarl.batch.sample import Prompt
 from megarl.bridge.model_map import ModelMap
 from megarl.controller import server_checks
 from megarl.models.tiny import make_tiny
-from megarl.reshard.bucket import BucketSpec
 from megarl.reshard.disk import Disk
-from megarl.reshard.fingerprint import fingerprint
 from megarl.rollout.engine import AnyEngine, Engine, EngineLost
 from megarl.rollout.remote import RemoteEngine
 from megarl.rollout.sampling import Sampling
@@ -119,7 +117,7 @@ def test_answers_and_weights_are_those_of_an_engine_of_ones_own(server: Server, 
             )
             receivers = [Receiver(engine) for engine in (remote, own)]
             for receiver in receivers:
-                assert moving.push(Proved(folder), receiver, version).verified == len(tensors)
+                assert moving.push(Whole(folder), receiver, version).verified == len(tensors)
             assert receivers[0].prints == receivers[1].prints
             for sampling in (plain, stopped):
                 theirs, ours = (engine.generate(PROMPTS, sampling) for engine in (remote, own))
@@ -151,14 +149,6 @@ class Receiver:
         return [self.prints]
 
 
-class Proved(Whole):
-    """Answers for its tensors."""
-
-    def write(self, bucket: BucketSpec) -> list[dict[str, int]]:
-        super().write(bucket)
-        return [{name: fingerprint(self.tensors[name]) for name in bucket.prove}]
-
-
 @pytest.mark.slow
 def test_what_cannot_be_right_is_one_sentence_that_names_the_server(server: Server, model: Path) -> None:
     def changed(change: Callable[[dict[str, Any]], None]) -> Callable[[str, int, bytes], tuple[int, bytes]]:
@@ -178,9 +168,7 @@ def test_what_cannot_be_right_is_one_sentence_that_names_the_server(server: Serv
         "no response: ": changed(lambda output: output["output_ids"].append("x")),
         "has the token 419, and the model has 419": changed(lambda output: output["output_ids"].__setitem__(0, 419)),
         "ended with 'tired'": changed(lambda output: output["meta_info"]["finish_reason"].update(type="tired")),
-        "5, and was given default": changed(
-            lambda output: output["meta_info"].update(weight_version="5")
-        ),
+        "5, and was given default": changed(lambda output: output["meta_info"].update(weight_version="5")),
     }
     for said, spoil in cases.items():
         with between(server.url, spoil) as url:

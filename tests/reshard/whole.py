@@ -31,15 +31,15 @@ class Whole:
             if name == self.halt:
                 raise RunError("a rank was lost")
             view.copy_(self.tensors[name])
-        return []
+        return self.shares({item.name: item.dtype for item in bucket.tensors if item.name in bucket.prove})
 
     def write_stream(self, stream: Stream) -> list[dict[str, int]]:
-        control = Control(stream)
+        control, shares = Control(stream), {}
         for number, bucket in enumerate(stream.buckets):
             control.wait_loaded(number + 1 - stream.places)
-            self.write(bucket)
+            shares |= self.write(bucket)[0]
             control.wrote(0, number + 1)
-        return []
+        return [shares]
 
     def open(self, engines: Mapping[Member, Sequence[Exposure]]) -> list[dict[Member, int]]:
         self.engines = {
