@@ -55,7 +55,8 @@ def test_what_lies_in_a_file_or_in_pieces_stays(tmp_path: Path) -> None:
 def test_a_peak_is_that_since_the_last_time(size: int) -> None:
     peak([os.getpid()])
     lowest = peak([os.getpid()])
-    held = torch.frombuffer(mmap.mmap(-1, size * MIB), dtype=torch.uint8).fill_(1)  # torch's own may reuse old pages
+    fresh = mmap.mmap(-1, size * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # torch's own may reuse old pages
+    held = torch.frombuffer(fresh, dtype=torch.uint8).fill_(1)
     give_back([held])
     assert abs(peak([os.getpid()]) - lowest - held.nbytes) < 8 * MIB
     assert abs(peak([os.getpid()]) - lowest) < 8 * MIB
