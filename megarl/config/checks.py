@@ -250,7 +250,11 @@ def _urls(cfg: Config) -> Iterator[str]:
     default = RolloutConfig()
     for name in ("engines", "engine", "threads", "max_total_tokens", "release_memory"):
         if (value := getattr(r, name)) != getattr(default, name):
-            yield f"rollout.{name}={value} is about engines that a run starts, and rollout.urls names others; leave it out"
+            unset = "null" if getattr(default, name) is None else getattr(default, name)
+            yield (
+                f"rollout.{name}={value} is about engines that a run starts, and rollout.urls names others; set "
+                f"rollout.{name}={unset}"
+            )
 
 
 def _is_server(url: str) -> bool:

@@ -252,7 +252,7 @@ class EngineGroup:
             if slot in self._updating and not self._answers([slot], [reference], "weight update"):
                 self._updating.remove(slot)
 
-    def end_update(self, in_place: Sequence[str] = ()) -> list[dict[str, int]]:
+    def end_update(self, in_place: Sequence[str] | None = None) -> list[dict[str, int]]:
         prints = self._update("end_update", in_place)
         for slot in self._updating:
             slot.current = True
@@ -319,7 +319,7 @@ class EngineGroup:
         assert self.renew is not None  # nothing is lost and goes on without it
         try:
             self.renew(_One(self, slot))
-        except LOST as error:
+        except EngineLost as error:  # a rank's loss is nothing that another engine would mend
             self.lose(slot, error)
         else:
             slot.current = True
@@ -385,10 +385,16 @@ class _One:
         return {self._slot.member: exposures}
 
     def loaded(self, token: object) -> None:
-        self._group.answer(self._slot, token, "weight update")
+        self._answer(token)
 
-    def end_update(self, in_place: Sequence[str] = ()) -> list[dict[str, int]]:
+    def end_update(self, in_place: Sequence[str] | None = None) -> list[dict[str, int]]:
         return self._call("end_update", in_place)
 
     def _call(self, method: str, *arguments: Any) -> list[Any]:
-        return self._group.answer(self._slot, getattr(self._slot.actor, method).remote(*arguments), "weight update")
+        return self._answer(getattr(self._slot.actor, method).remote(*arguments))
+
+    def _answer(self, reference: object) -> list[Any]:
+        try:
+            return self._group.answer(self._slot, reference, "weight update")
+        except ProcessLost as error:
+            raise EngineLost(str(error)) from None

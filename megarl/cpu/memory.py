@@ -77,6 +77,13 @@ def give_back(tensors: Iterable[torch.Tensor]) -> int:
     return total
 
 
+def give_back_heap() -> None:
+    """Memory that was freed, and that the allocator keeps to use again (`megarl.cpu.process_env`), goes back to the kernel."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    if trim is not None:
+        trim(0)
+
+
 def _ranges() -> Iterator[tuple[int, int, int]]:
     """Ranges of this process's addresses behind which there is no file but `SHARED` memory, and what gives their pages back.
     Neighbours are one."""

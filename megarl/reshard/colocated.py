@@ -50,9 +50,6 @@ class StreamWriters(Writers, Protocol):
 class StreamReceivers(Receivers, Protocol):
     """The engines' side, on this node."""
 
-    def members(self) -> tuple[Member, ...]:
-        """The engines that take part in this update; one that was started anew is another."""
-
     def ranks(self) -> int:
         """Of all engines that take part in this update together."""
 
@@ -84,7 +81,7 @@ class Colocated(Transfer):
         _remove_stale(folder)
         stem = folder / f"megarl-{os.getpid()}-{id(self):x}"
         self._timeout = timeout
-        self._in_place = in_place
+        self._in_place, self._kinds = in_place, 1 + in_place
         self._open: dict[Member, list[Exposure]] = {}
         self._control = f"{stem}-control"
         self.paths = [f"{stem}-{i}" for i in range(min(2, len(self.buckets)))]
@@ -120,23 +117,34 @@ class Colocated(Transfer):
                 engines = receivers.end_update(list(prove))
                 return Proof(shares.result() if shares else [], engines)
         shares = self._stream(buckets, shards, receivers)
-        if self._in_place:
-            self._expose(shards, receivers)
-        return Proof(shares, receivers.end_update())
+        fault = self._expose(shards, receivers) if self._in_place else None
+        proof = Proof(shares, receivers.end_update())
+        if fault is not None and members == receivers.members():  # no engine's loss was the cause
+            raise fault
+        return proof
 
-    def _expose(self, shards: StreamWriters, receivers: StreamReceivers) -> None:
-        """Map the weights of engines that have taken theirs from buckets. RunError where ranks would leave a byte of them out."""
+    def _expose(self, shards: StreamWriters, receivers: StreamReceivers) -> RunError | None:
+        """Map the weights of engines that have taken theirs from buckets. A fault where they cannot be mapped, or ranks would leave a
+        byte of them out."""
+        try:
+            self._open = self._exposed(shards, receivers)
+        except RunError as error:
+            return error
+        self._give_back()
+        return None
+
+    def _exposed(self, shards: StreamWriters, receivers: StreamReceivers) -> dict[Member, list[Exposure]]:
         new = receivers.expose([item for bucket in self.buckets for item in bucket.tensors])
         places = {place for place, _ in new}
-        self._open = {member: held for member, held in self._open.items() if member[0] not in places} | new
-        covered = shards.open(self._open)
+        known = {member: held for member, held in self._open.items() if member[0] not in places} | new
+        covered = shards.open(known)
         for member, exposures in new.items():
             written, held = sum(rank[member] for rank in covered), sum(exposure.nbytes for exposure in exposures)
             if written != held:
                 raise RunError(
                     f"weight sync: the ranks answer for {written} of the {held} bytes of engine {member[0]}'s weights"
                 )
-        self._give_back()
+        return known
 
     def _stream(
         self, buckets: Sequence[BucketSpec], shards: StreamWriters, receivers: StreamReceivers

@@ -33,9 +33,6 @@ class Senders(Writers, Protocol):
 class LinkedReceivers(Receivers, Protocol):
     """The engines' side, each rank of an engine with an `Inlet`."""
 
-    def members(self) -> tuple[Member, ...]:
-        """The engines that take part in this update; one that was started anew is another."""
-
     def ranks(self) -> int:
         """Of all members together."""
 
@@ -45,6 +42,8 @@ class LinkedReceivers(Receivers, Protocol):
 
 class Distributed(Transfer):
     """Bucket by bucket, two under way at a time."""
+
+    _kinds = 2  # through SGLang's own loader, and straight to its place
 
     def __init__(
         self,

@@ -6,14 +6,15 @@ parameters; that this is true was proved by the update before, which went throug
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from megarl.cpu.memory import SHARED
 from megarl.errors import RunError
 
 
@@ -49,7 +50,11 @@ class Exposure:
 
         Raises RunError where the engine's rank is gone or the memory may not be mapped.
         """
-        if not Path(self.path).exists():
+        try:  # a number may be used again, and means something else in another container
+            mine = os.readlink(self.path).startswith(f"/memfd:{SHARED}") and os.stat(self.path).st_size == self.size
+        except OSError:
+            mine = False
+        if not mine:
             raise RunError(
                 f"the weights of an engine at {self.path} cannot be mapped: the engine is gone, or ranks run as another user or "
                 "in another container; then set reshard.in_place=false"

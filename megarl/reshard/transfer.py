@@ -38,9 +38,12 @@ class Receivers(Protocol):
 
     def loaded(self, token: object) -> None: ...
 
-    def end_update(self, in_place: Sequence[str] = ()) -> list[dict[str, int]]:
-        """Finish; the fingerprints that each engine took of its own copy: those that buckets asked for, and of what was written
-        `in_place`."""
+    def members(self) -> tuple[Member, ...]:
+        """The engines that take part in this update; one that was started anew is another."""
+
+    def end_update(self, in_place: Sequence[str] | None = None) -> list[dict[str, int]]:
+        """Finish; the fingerprints that each engine took of its own copy: those that buckets asked for, or where all was written in
+        place, of the tensors named `in_place`."""
 
 
 class Proof(NamedTuple):
@@ -67,11 +70,14 @@ class ReshardReport:
 
 
 class Transfer(ABC):
-    """Moves all weights, bucket by bucket, and proves their arrival.
+    """Moves all weights, bucket by bucket, and proves their arrival. `_kinds`: in so many ways, the first of which an engine's first
+    update takes.
 
     Every rank takes the fingerprints of its own weights when it writes them, the engines take theirs of their own copies when
     they have loaded: both while the other side is at work on another bucket.
     """
+
+    _kinds = 1
 
     def __init__(self, model_map: ModelMap, *, dtype: str, bucket_bytes: int, verify: str, full_every: int = 0):
         """`verify`: full, sampled or off. `full_every`: with "sampled" one update of so many is proved in full; 0: the first."""
@@ -80,15 +86,20 @@ class Transfer(ABC):
         self._verify = verify
         self._full_every = full_every
         self._turn = 0
+        self._whole: dict[Member, int] = {}  # how often all of an engine's weights were proved
 
     def push(self, shards: Writers, receivers: Receivers, version: int) -> ReshardReport:
         """Give the engines the trainer's weights as `version`. Raises RunError naming the first tensor that is not equal."""
         start = time.perf_counter()
-        proved = self._to_prove()
         receivers.begin_update(version)
+        members = receivers.members()
+        proved = self._to_prove(members)
         asking = [self._asking(bucket, proved) for bucket in self.buckets]
         _compare(proved, self._move(asking, shards, receivers, version))
         self._turn += 1
+        if len(proved) == sum(len(bucket.tensors) for bucket in self.buckets):
+            kept = {m: count for m, count in self._whole.items() if m[0] not in {place for place, _ in members}}
+            self._whole = kept | {member: self._whole.get(member, 0) + 1 for member in members}
         tensors = sum(len(b.tensors) for b in self.buckets)
         return ReshardReport(time.perf_counter() - start, self.bytes, tensors, len(proved))
 
@@ -100,12 +111,13 @@ class Transfer(ABC):
     def close(self) -> None:
         """Give back what the transfer holds."""
 
-    def _to_prove(self) -> set[str]:
+    def _to_prove(self, members: Sequence[Member]) -> set[str]:
+        """Whatever is sampled, an engine's first update of each kind is proved in full: it shows that everything has its place."""
         names = [t.name for b in self.buckets for t in b.tensors]
         if self._verify == "off":
             return set()
         full = self._turn % self._full_every == 0 if self._full_every else self._turn == 0
-        if self._verify == "full" or full:
+        if self._verify == "full" or full or any(self._whole.get(member, 0) < self._kinds for member in members):
             return set(names)
         every = min(SAMPLED, len(names))
         return set(names[self._turn % every :: every])

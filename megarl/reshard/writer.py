@@ -80,12 +80,13 @@ class ShardWriter:
 
     def open(self, engines: Mapping[Member, Sequence[Exposure]]) -> dict[Member, int]:
         """Map the weights of engines, and let go of all others; bytes that this rank will write into each."""
-        before, self._engines = self._engines, {}
+        found: dict[Member, _Opened] = {}
         for member, exposures in engines.items():
-            opened = before.get(member)
+            opened = self._engines.get(member)
             if opened is None or opened.exposures != exposures:
                 opened = _Opened(exposures, self._pairs(exposures))
-            self._engines[member] = opened
+            found[member] = opened
+        self._engines = found  # not before all are mapped
         return {member: opened.nbytes for member, opened in self._engines.items()}
 
     def _pairs(self, exposures: Sequence[Exposure]) -> _Pairs:

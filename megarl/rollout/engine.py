@@ -107,14 +107,14 @@ class AnyEngine(ABC):
         """
         self._call("load_buckets", list(buckets))
 
-    def end_update(self, in_place: Sequence[str] = ()) -> dict[str, int]:
+    def end_update(self, in_place: Sequence[str] | None = None) -> dict[str, int]:
         """Close the update and forget what was cached under the old weights.
 
-        Returns the fingerprints, read back from the engine's own parameters, of the buckets that asked for them and of tensors that
-        were written `in_place`.
+        Returns the fingerprints, read back from the engine's own parameters: of the buckets that asked for them, or where all was
+        written in place, of the tensors named `in_place`.
         Raises RunError when a tensor of the model was not among the buckets.
         """
-        return self._call("end_update", list(in_place))
+        return self._call("end_update", None if in_place is None else list(in_place))
 
     @abstractmethod
     def shutdown(self) -> None:
@@ -239,7 +239,8 @@ class Engine(AnyEngine):
             self._connection.send((method, arguments))
             limit = self._progress_timeout if timeout is None else timeout
             if not self._connection.poll(limit):
-                self._fail(f"the SGLang engine did not answer within {limit:.0f} s {doing}")
+                setting = " (rollout.start_timeout)" if method == "start" else ""
+                self._fail(f"the SGLang engine did not answer within {limit:.0f} s {doing}{setting}", errors_only=True)
             answer = self._connection.recv()
         except (EOFError, OSError):
             code = self._process.wait()

@@ -7,10 +7,13 @@ from collections.abc import Iterable
 
 import torch
 
-from megarl.cpu.memory import SHARED
+from megarl.cpu.memory import SHARED, give_back_heap
+from megarl.errors import RunError
 from megarl.reshard.bucket import ALIGN
 from megarl.reshard.exposure import Exposure, Spot
 from megarl.rollout.shards import Shard, shards_of
+
+_KEPT = 256 << 20  # bytes of memory that was moved from, until it is given back
 
 
 class Memory:
@@ -22,16 +25,27 @@ class Memory:
         places = [-(-_span(parameter.data) // ALIGN) * ALIGN for parameter in parameters]
         self.size = max(1, sum(places))
         self._handle = os.memfd_create(SHARED)
-        os.posix_fallocate(self._handle, 0, self.size)
+        os.ftruncate(self._handle, self.size)  # pages come as they are written
         self.path = f"/proc/{os.getpid()}/fd/{self._handle}"
         self.held: dict[str, Shard] = {}  # what was exposed, by the checkpoint's name
         self._memory = torch.from_file(self.path, shared=True, size=self.size, dtype=torch.uint8)
-        at = 0
+        self._at: list[tuple[torch.nn.Parameter, int]] = []
+        at, kept = 0, 0
         for parameter, place in zip(parameters, places, strict=True):
             data = parameter.data
             flat = self._memory[at : at + _span(data)].view(data.dtype)
             parameter.data = flat.as_strided(data.shape, data.stride(), flat.storage_offset()).copy_(data)
-            at += place
+            del data
+            self._at.append((parameter, parameter.data_ptr()))
+            at, kept = at + place, kept + place
+            if kept > _KEPT or at == self.size:
+                give_back_heap()
+                kept = 0
+
+    def check(self) -> None:
+        """RunError where a parameter lies elsewhere by now: what is written here would not be what the model computes with."""
+        if any(parameter.data_ptr() != address for parameter, address in self._at):
+            raise RunError("the engine's model has moved its weights; set reshard.in_place=false")
 
     def expose(self, model: torch.nn.Module, tensors: Iterable[tuple[str, tuple[int, ...]]]) -> Exposure:
         """Where the parts of a checkpoint's `tensors` (name, shape) lie. RunError naming one that has another shape."""

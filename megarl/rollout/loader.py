@@ -186,6 +186,8 @@ def _proved(names: Sequence[str]) -> dict[str, Any]:
     """Fingerprints of this rank's parts of tensors that were exposed."""
     begun = time.perf_counter()
     held = _memory.held if _memory is not None else {}
+    if _memory is not None:
+        _memory.check()
     if strange := [name for name in names if name not in held]:
         raise RunError(f"{strange[0]} was not exposed")
     parts = [(name, held[name].origin, partial(held[name].view, held[name].origin)) for name in names]

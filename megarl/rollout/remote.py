@@ -122,8 +122,8 @@ class RemoteServer(Serving):
             self.fingerprints |= {name: fingerprint(views[name]) for name in bucket.prove}
         self.seconds["prove"] = time.perf_counter() - begun
 
-    def end_update(self, in_place: Sequence[str]) -> dict[str, int]:
-        assert not in_place  # nobody writes into the memory of a server elsewhere
+    def end_update(self, in_place: Sequence[str] | None) -> dict[str, int]:
+        assert in_place is None  # nobody writes into the memory of a server elsewhere
         version, self.updating = self.updating, None
         self.version = int(version if version is not None else self.version)
         self.web.version = str(self.version)

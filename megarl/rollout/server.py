@@ -200,15 +200,15 @@ class Server(Serving):
         finally:
             shutil.rmtree(folder)
 
-    def end_update(self, in_place: Sequence[str]) -> dict[str, int]:
+    def end_update(self, in_place: Sequence[str] | None) -> dict[str, int]:
         if missing := sorted(self.expected - self.loaded):
             some = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
             self._give_up(f"the update brought no {some}")
             raise RunError(self.broken)
-        if not (self._opened or self._exposed or self.updating is None):
+        if self.updating is not None and not self._opened and (in_place is None or not self._exposed):
             self._give_up("the update brought no weights")
             raise RunError(self.broken)
-        report = self._ask(loader.prove_request([]), last=True) if self._opened else self._finish(in_place)
+        report = self._ask(loader.prove_request([]), last=True) if self._opened else self._finish(in_place or [])
         self.seconds["prove"] += report["seconds"]["prove"]
         self._close()
         self.version, self.updating = self.updating, None

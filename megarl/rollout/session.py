@@ -9,7 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _SHARED_MEMORY = "/dev/shm"
-_THEIRS = ("sem.mp-", "sglang_")  # multiprocessing's semaphores, SGLang's counters of load
+_THEIRS = (
+    "sem.mp-",
+    "sglang_",
+    "sgl_shm_",
+)  # multiprocessing's semaphores, SGLang's counters of load and queues between ranks
 
 
 def processes(session: int) -> Iterator[int]:

@@ -78,7 +78,7 @@ CASES = {
             "rollout.urls holds 'http://127.0.0.1:1/v1'; an SGLang server is named as http://host:port",
             "rollout.urls names a server twice",
             "rollout.urls names engines that take weights from a folder only, and reshard.transport is distributed",
-            "rollout.engines=2 is about engines that a run starts, and rollout.urls names others; leave it out",
+            "rollout.engines=2 is about engines that a run starts, and rollout.urls names others; set rollout.engines=1",
             "rollout.engine={'tp_size': 2} is about engines that a run starts",
             "rollout.threads=1 is about engines that a run starts",
             "rollout.max_total_tokens=4096 is about engines that a run starts",

@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from megarl import config
 from megarl.batch import Batch, Level, Prompt
 from megarl.bridge.model_map import ModelMap
+from megarl.controller.calls import ProcessLost
 from megarl.controller.cluster import cluster
 from megarl.controller.engines import EngineGroup
 from megarl.controller.rollout import Generated, GroupSelection
@@ -317,6 +318,23 @@ def test_lost_in_a_weight_update(crew):
     scores = engines.score([[5, 6, 7, 8]])  # asks all: waits for the one that comes back, and gives it the weights
     assert scores[0][0] == pytest.approx(scores[1][0], abs=1e-6)
     assert crew.weights.given[-2:] == [3, 3] and len(crew.notes) == 1
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_lost_while_it_renews_an_engine_is_not_the_engine_s_loss(crew):
+    engines = crew.fresh().engines
+
+    def lost(receivers):
+        raise ProcessLost("writing weights: trainer rank 1 died: it was killed")
+
+    engines.renew, before = lost, engines.renew
+    try:
+        os.kill(crew.pids(0)["host"], signal.SIGKILL)
+        with pytest.raises(RunError, match="trainer rank 1 died"):
+            engines.score([[5, 6, 7, 8]])
+        assert engines.restarts == 1
+    finally:
+        engines.renew = before
 
 
 class _Spoiling(Whole):

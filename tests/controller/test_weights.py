@@ -15,6 +15,7 @@ from megarl.controller.preflight import preflight
 from megarl.controller.sync import WeightSync, transport
 from megarl.controller.workers import WorkerGroup
 from megarl.models.tiny import make_tiny
+from megarl.reshard.exposure import Exposure
 from tests.controller.runs import CONFIG
 
 TRANSPORTS = ("colocated", "distributed", "disk")
@@ -65,17 +66,24 @@ def check_syncs(folder: Path, layout: dict[str, int | bool], engines: list[Engin
         for group in engines:
             if any(slot.starting is not None for slot in group.slots):
                 group.ready()
+            exposures: list[Exposure] = []
             for kind in TRANSPORTS:
                 cfg.reshard.transport, cfg.reshard.bucket_mb = kind, 1
                 moving = transport(cfg, prepared.model, prepared.folder, scratch / "weights")
                 sync = WeightSync(actor, group, moving, "float32", True, 1e-5, prepared.model.dims.vocab)
                 try:
                     for version in (1, 2):  # the second over what the first has set up
+                        for exposure in exposures:  # so that a sync that does nothing is seen
+                            for weights in exposure.views().values():
+                                weights.zero_()
                         metrics = sync.push(version)
                         assert (
                             metrics["reshard/verified"] == metrics["reshard/tensors"] == len(prepared.model.hf_shapes)
                         )
                         assert metrics["reshard/probe_abs_max"] <= 1e-5
+                        exposures = exposures or [
+                            one for ranks in getattr(moving, "_open", {}).values() for one in ranks
+                        ]
                         checked += 1
                 finally:
                     moving.close()

@@ -9,6 +9,7 @@ from threading import Thread
 import torch
 from torch import Tensor
 
+from megarl.cpu.memory import SHARED
 from megarl.reshard.bucket import BucketSpec, BucketTensor
 from megarl.reshard.exposure import Exposure, Spot
 from megarl.reshard.fingerprint import combine, fingerprint, partial
@@ -29,7 +30,7 @@ class Receiver:
         self._fault = fault
 
     def members(self) -> tuple[Member, ...]:
-        return ((id(self), 0),)
+        return ((0, 1),)
 
     def ranks(self) -> int:
         return 1
@@ -78,8 +79,8 @@ class Receiver:
         self.arrivals += views
         self.tensors |= {name: view.clone() for name, view in views.items()}
 
-    def end_update(self, in_place: Sequence[str] = ()) -> list[dict[str, int]]:
-        assert not in_place
+    def end_update(self, in_place: Sequence[str] | None = None) -> list[dict[str, int]]:
+        assert in_place is None
         self._fault(self.tensors)
         return [{name: fingerprint(tensor) for name, tensor in self.tensors.items()}]
 
@@ -117,7 +118,7 @@ class Exposing(Receiver):
             stride = (shape[-2] * row, row, 1)[-len(shape) :] if len(shape) > 1 else (1,)
             spots[item.name] = Spot(item.dtype, tuple(shape), stride, at, tuple(origin))
             at += -(-shape[0] * stride[0] * 4 // 64) * 64
-        handle = os.memfd_create("test")
+        handle = os.memfd_create(SHARED)
         os.posix_fallocate(handle, 0, at)
         return Exposure(f"/proc/{os.getpid()}/fd/{handle}", at, spots)
 
@@ -129,8 +130,8 @@ class Exposing(Receiver):
                 ends = zip(spot.origin, spot.shape, strict=True)
                 yield name, tuple(slice(start, start + size) for start, size in ends), views[name]
 
-    def end_update(self, in_place: Sequence[str] = ()) -> list[dict[str, int]]:
-        if not in_place:
+    def end_update(self, in_place: Sequence[str] | None = None) -> list[dict[str, int]]:
+        if in_place is None:
             return super().end_update()
         found: dict[str, dict[tuple[int, ...], int]] = {name: {} for name in in_place}
         for name, region, view in self._parts():

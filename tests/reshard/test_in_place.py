@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,13 @@ from torch import Tensor
 
 from megarl.bridge.model_map import ModelMap
 from megarl.errors import RunError
+from megarl.reshard.bucket import BucketTensor
 from megarl.reshard.colocated import Colocated
 from megarl.reshard.exposure import Exposure, Spot, meeting
+from megarl.reshard.transfer import Member
 from tests.reshard.ranks import FUSED, LAYOUTS
 from tests.reshard.receiver import Exposing, Receiver
+from tests.reshard.whole import Whole
 
 FULL = "model.layers.2.mlp.up_proj.weight"
 
@@ -72,6 +76,41 @@ def test_an_engine_that_was_started_anew_takes_buckets_first(transfer, ranks, fo
     assert not first.arrivals
 
 
+def test_the_first_updates_of_both_kinds_are_proved_in_full(transfer, ranks, folder) -> None:
+    moving, engine = transfer(folder("tp2"), verify="sampled"), Exposing()
+    moving._turn = 5
+    for whole in (True, True, False):
+        report = moving.push(ranks("tp2"), engine, 1)
+        assert (report.verified == report.tensors) == whole
+    engine.starts += 1
+    report = moving.push(ranks("tp2"), engine, 1)
+    assert report.verified == report.tensors
+
+
+class _Gone(Exposing):
+    """Its weights cannot be mapped, and `lost`: since it is no more, which shows at the update's end."""
+
+    lost = True
+
+    def expose(self, tensors: Sequence[BucketTensor]) -> dict[Member, list[Exposure]]:
+        found = super().expose(tensors)
+        return {member: [replace(one, path=f"{one.path}9876") for one in ranks] for member, ranks in found.items()}
+
+    def end_update(self, in_place: Sequence[str] | None = None) -> list[dict[str, int]]:
+        self.number += self.lost
+        return super().end_update(in_place)
+
+
+def test_an_engine_that_is_lost_before_its_weights_are_mapped_is_its_group_s_to_replace(transfer, folder) -> None:
+    moving, group, engine = transfer(folder("tp2")), Whole(folder("tp2")), _Gone()
+    moving.push(group, engine, 1)
+    assert not moving._open
+    engine.lost = False
+    with pytest.raises(RunError, match="cannot be mapped"):
+        moving.push(group, engine, 2)
+    assert not moving._open
+
+
 def _swap(views: dict[str, Tensor]) -> None:
     one, other = views[FULL], views[FULL.replace("layers.2", "layers.1")]
     kept = one.clone()
@@ -123,11 +162,15 @@ def test_bytes_that_no_rank_would_write_are_refused(transfer, ranks, folder) -> 
         transfer(folder("tp2")).push(ranks("tp2"), Larger(), 1)
 
 
-def test_weights_of_an_engine_that_is_gone_are_one_sentence() -> None:
+def test_weights_of_an_engine_that_is_gone_are_one_sentence(tmp_path: Path) -> None:
     exposure = Exposure(f"/proc/{os.getpid()}/fd/987654", 64, {"w": Spot("float32", (2,), (1,), 0, (0,))})
-    with pytest.raises(RunError, match=r"cannot be mapped: the engine is gone, .*reshard.in_place=false"):
-        exposure.views()
     assert Exposure.from_json(exposure.to_json()) == exposure
+    (tmp_path / "other").write_bytes(bytes(64))  # a number that was used again
+    with open(tmp_path / "other", "rb") as other:
+        for path in (exposure.path, f"/proc/{os.getpid()}/fd/{other.fileno()}"):
+            with pytest.raises(RunError, match=r"cannot be mapped: the engine is gone, .*reshard.in_place=false"):
+                replace(exposure, path=path).views()
+    assert (tmp_path / "other").read_bytes() == bytes(64)
 
 
 @pytest.mark.parametrize("step", [1, 2, 3])

@@ -119,9 +119,11 @@ def test_weights_that_ranks_write_in_place_are_given_back_too(engine: Engine, fo
     tensors = load_file(folder / "model.safetensors")
     weights = sum(tensor.nbytes for tensor in tensors.values())
     give(engine, folder, tmp_path / "bucket", 6)
-    before, exposures = answers(engine), expose(engine, tensors, tmp_path)
+    before, alone = answers(engine), resident(engine)
+    exposures = expose(engine, tensors, tmp_path)
     assert answers(engine) == before
     held = resident(engine)
+    assert held < alone + 0.2 * weights  # they moved, and are not there twice
     engine.release_memory(["weights"])
     assert held - resident(engine) == pytest.approx(weights, rel=0.1)
     engine.resume_memory(["weights"])

@@ -10,6 +10,7 @@ import torch
 
 from megarl.errors import RunError
 from megarl.reshard.fingerprint import fingerprint, partial
+from megarl.rollout.exposing import Memory
 from megarl.rollout.loader import read_reports
 from megarl.rollout.shards import Shard
 
@@ -55,3 +56,17 @@ def test_padding_is_no_part_of_the_checkpoint() -> None:
         Shard(torch.ones(4, 3), 0, 4).real("w", (6, 3))
     with pytest.raises(RunError, match=r"w came as \(6, 5\), the engine's model has it as \(4, 3\)"):
         Shard(padded[:4], 0, 0).real("w", (6, 5))
+
+
+def test_weights_that_moved_after_they_were_exposed_are_refused():
+    model = torch.nn.Linear(5, 3)
+    before = model.weight.detach().clone()
+    memory = Memory(model)
+    exposure = memory.expose(model, [("weight", (3, 5)), ("bias", (3,))])
+    assert torch.equal(model.weight, before)
+    exposure.views()["weight"][1, 2] = 7
+    assert model.weight[1, 2] == 7
+    memory.check()
+    model.bias.data = model.bias.data.clone()
+    with pytest.raises(RunError, match="the engine's model has moved its weights"):
+        memory.check()
