@@ -63,9 +63,9 @@ class Run:
         return [json.loads(line) for line in (self.run_folder / name).read_text().split("\n") if line]
 
     def steps(self) -> list[dict[str, Any]]:
-        """metrics.jsonl without evaluations; empty before there is one."""
-        files = list(self.root.glob("*/metrics.jsonl"))
-        rows = [json.loads(line) for line in files[0].read_text().split("\n") if line] if files else []
+        """metrics.jsonl without evaluations, of the last run in this root; empty before there is one."""
+        files = sorted(self.root.glob("*/metrics.jsonl"))
+        rows = [json.loads(line) for line in files[-1].read_text().split("\n") if line] if files else []
         return [row for row in rows if "reward/mean" in row]
 
     def metrics(self, step: int) -> dict[str, Any]:
