@@ -24,12 +24,19 @@ LEARNABLE = ("reward.name=tests.controller.hooks.share_of_vowels", "algorithm.en
 class Run:
     """A started `megarl train`. Its temporary files lie in a folder of its own."""
 
-    def __init__(self, folder: Path, *overrides: str, config: str = CONFIG, environment: dict[str, str] | None = None):
+    def __init__(
+        self,
+        folder: Path,
+        *overrides: str,
+        config: str = CONFIG,
+        environment: dict[str, str] | None = None,
+        module: str = "megarl.cli",
+    ):
         self.folder = folder
         self.root = folder / "runs"
         self.scratch = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))  # short: sockets lie in it
         folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "megarl.cli", "train", config, f"run.root={self.root}", *overrides]
+        command = [sys.executable, "-m", module, "train", config, f"run.root={self.root}", *overrides]
         self.begun = time.monotonic()
         self._reaper = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("reaper.py")), str(folder), *command],

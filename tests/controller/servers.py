@@ -53,7 +53,7 @@ class Server:
             )
 
     def ready(self) -> Server:
-        end = time.monotonic() + 120
+        end = time.monotonic() + 600
         while time.monotonic() < end and self.process.poll() is None:
             try:
                 with urllib.request.urlopen(f"{self.url}/health", timeout=30):

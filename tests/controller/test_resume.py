@@ -91,7 +91,7 @@ def check_same(one: Path, other: Path, tolerance: float = 0.0, unlike: tuple[str
         [{k: v for k, v in row.items() if not (unlike and k.startswith(unlike))} for row in pair]
         for pair in zip(numbers(one), numbers(other), strict=True)
     ]
-    assert [row["step"] for row, _ in rows] == [1, 2, 3, 4]
+    assert [row["step"] for row, _ in rows] == list(range(1, len(rows) + 1)) and len(rows) >= 4
     for row, again in rows:
         assert again == pytest.approx(row, rel=tolerance * 10, abs=tolerance)
 

@@ -1,0 +1,138 @@
+"""kill -9 of every kind of process in the middle of every stage, one after the other: a run ends as one that nobody killed, to the
+last bit of its weights, optimizer and metrics. The short form is in test_resume.py.
+
+What ends a run (the command, a rank, Ray's own) is killed while its engine is a server that outlives it: the run goes on from its
+newest checkpoint, by itself or started again. An engine's processes are killed in a run that goes on without an end.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.models.tiny import make_tiny
+from tests.controller.killing import DRIVER
+from tests.controller.runs import LEARNABLE, Run
+from tests.controller.servers import Server
+from tests.controller.test_resume import check_same, numbers
+
+STAGES = ("rollout", "score", "log_probs", "advantages", "update", "reshard", "evaluate", "checkpoint")
+STEPS = len(STAGES) + 2
+ENDING = {"driver": DRIVER, "rank": "ray::Worker", "raylet": "raylet --", "gcs_server": "gcs_server --"}
+MENDED = {"host": "megarl.rollout.host", "scheduler": "sglang::scheduler"}
+SETTINGS = (*LEARNABLE, "rollout.n=4", "data.eval.size=3", "evaluation.every=1", "observe.progress=false")
+SETTINGS = (*SETTINGS, f"run.steps={STEPS}", "checkpoint.every=1")
+PATIENCE = 600.0  # seconds, of a start on a machine that does much else
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+
+
+class Whole:
+    """An uninterrupted run with a server as its engine, and its samples."""
+
+    def __init__(self, folder: Path, model: Path, server: Server):
+        self.settings = (*SETTINGS, f"model.path={model}")
+        named = ("reshard.transport=disk", "rollout.max_total_tokens=null", f"rollout.urls=[{server.url}]")
+        recording = folder / "rollouts.jsonl"
+        with Run(folder, *self.settings, *named, f"rollout.record={recording}") as run:
+            assert run.code(PATIENCE) == 0, run.err[-3000:]
+            self.folder = run.run_folder
+        self.replayed = (*self.settings, *named, f"rollout.replay={recording}", "run.resume=auto")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Whole]:
+    folder = tmp_path_factory.mktemp("whole")
+    model = make_tiny("qwen3", folder / "qwen3")
+    with Server(model, folder / "log") as server:
+        yield Whole(folder / "run", model, server)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A process of a run that goes on. `kills`: for each time that it starts in it, where it is killed."""
+
+    kills: tuple[str, ...]
+    code: int  # that it ends with
+    settings: tuple[str, ...] = ()
+
+
+def parts(kind: str) -> list[Part]:
+    """Of a run in which a kind of process is killed in every stage, each time in the second step since the start."""
+    in_step = tuple(f"{stage}:2:{ENDING[kind]}" for stage in STAGES[:-1])
+    saving = f"checkpoint:3:{ENDING[kind]}"  # begun, waited for, and the second one begun
+    beside = ("checkpoint.asynchronous=true",)
+    if kind == "driver":
+        one_by_one = [Part((kill,), 128 + signal.SIGKILL) for kill in (*in_step, saving)]
+        return [*one_by_one, Part((saving,), 128 + signal.SIGKILL, beside), Part((), 0)]
+    return [
+        Part((*in_step, saving), 1, (f"run.max_restarts={len(in_step)}",)),
+        Part((saving,), 0, (*beside, "run.max_restarts=1")),
+    ]
+
+
+def started(folder: Path, kills: tuple[str, ...], *settings: str) -> Run:
+    told = {"MEGARL_TEST_KILLS": ";".join(kills), "MEGARL_TEST_SAID": str(folder / "kills")}
+    return Run(folder, *settings, environment=told, module="tests.controller.killing")
+
+
+def killed(run: Run) -> int:
+    said = run.folder / "kills"
+    return len(said.read_text().splitlines()) if said.exists() else 0
+
+
+@pytest.mark.parametrize("kind", ENDING)
+def test_killed_in_every_stage_and_gone_on(kind: str, whole: Whole, tmp_path: Path) -> None:
+    for number, part in enumerate(parts(kind)):
+        settings = (*whole.replayed, *part.settings, f"run.root={tmp_path / 'runs'}")
+        with started(tmp_path / str(number), part.kills, *settings) as run:
+            code = run.code(PATIENCE * (1 + len(part.kills)))
+            told = f"{part}: {code}\n{run.out[-3000:]}\n{run.err[-3000:]}"
+            assert code == part.code and killed(run) == len(part.kills), told
+            assert len(run.said) == (code == 1) and "Traceback" not in run.err, told
+        (folder,) = (tmp_path / "runs").iterdir()
+        if kind == "driver" and part.kills and part.kills[0].startswith("checkpoint"):
+            assert list((folder / "checkpoints").glob(".step-*.unfinished")), "the kill came too late"
+    check_same_run(whole.folder, folder)
+
+
+@pytest.mark.parametrize("kind", MENDED)
+def test_an_engine_killed_in_every_stage(kind: str, whole: Whole, tmp_path: Path) -> None:
+    """A stage a step, of one run that goes on by itself. Every response is what it was: its seed decides."""
+    title = MENDED[kind]
+    kills = [f"{stage}:{step}:{title}" for step, stage in enumerate(STAGES[:-2], 2)]
+    # An evaluation comes before the first step, too; a checkpoint is begun and waited for.
+    kills += [f"evaluate:{STEPS - 1}:{title}", f"checkpoint:{2 * STEPS - 3}:{title}"]
+    with started(tmp_path, (",".join(kills),), *whole.settings) as run:
+        assert run.code(PATIENCE * len(kills)) == 0, run.err[-3000:] + run.out[-3000:]
+        assert killed(run) == len(kills)
+    # What an engine says of its tokens depends in the last bit on what it was sampling beside them.
+    check_same_run(whole.folder, run.run_folder, unlike=("mismatch/",))
+
+
+def check_same_run(one: Path, other: Path, unlike: tuple[str, ...] = ()) -> None:
+    check_same(one, other, unlike=unlike)
+    assert len(numbers(one)) == STEPS
+    assert evaluations(one) == evaluations(other) and len(evaluations(one)) == STEPS + 1
+    latest = [run / "checkpoints" / f"step-{STEPS:06d}" for run in (one, other)]
+    files, theirs = (
+        {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        for folder in latest
+    )
+    assert files.keys() == theirs.keys() and len([name for name in files if name.endswith(".distcp")]) == 2
+    assert [name for name in files if name != "state.json" and files[name] != theirs[name]] == []
+    a, b = (json.loads(one["state.json"])["state"] for one in (files, theirs))
+    assert a["prompts"] == b["prompts"] and a["shaping"] == b["shaping"]
+
+
+def evaluations(run: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {k: row[k] for k in ("step", "eval/accuracy", "eval/length_mean")} for row in rows if "eval/accuracy" in row
+    ]
