@@ -115,26 +115,36 @@ def _start(ray: Any, settings: ClusterConfig, scratch: Path | None) -> None:
 
 @contextmanager
 def _patient(seconds: float) -> Iterator[None]:
-    """Ray gives a node that it starts half a minute to be known, which a busy machine may not keep, and has no setting for it."""
+    """Ray gives a node that it starts half a minute to be known, which a busy machine may not keep, and has no setting for it. Nor has
+    the node for its agents, and it ends where these take longer: then there is nothing to wait for."""
     from ray._private import services
 
-    ask = services.get_node
+    ask, start = services.get_node, services.start_raylet
     end = time.monotonic() + seconds
+    nodes: list[Any] = []
+
+    def start_node(*of: Any, **named: Any) -> Any:
+        nodes.append(start(*of, **named))
+        return nodes[-1]
 
     def wait_for_node(*of: Any) -> Any:
         while True:
             try:
                 return ask(*of)
             except RuntimeError:
+                if any(node.process.poll() is not None for node in nodes):
+                    raise RunError(
+                        "its raylet died while it started, as it does on a machine that is too busy"
+                    ) from None
                 if time.monotonic() > end:
                     raise
             time.sleep(0.2)
 
-    services.get_node = wait_for_node
+    services.get_node, services.start_raylet = wait_for_node, start_node
     try:
         yield
     finally:
-        services.get_node = ask
+        services.get_node, services.start_raylet = ask, start
 
 
 def _wait_for_nodes(ray: Any, settings: ClusterConfig) -> None:

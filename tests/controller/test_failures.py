@@ -184,3 +184,30 @@ def test_a_port_that_is_taken_while_the_run_starts(tmp_path: Path) -> None:
     said = [line for line in done.stderr.splitlines() if line.startswith("megarl: ")]
     assert len(said) == 1 and f"port {port}" in said[0]
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_node_of_ray_that_dies_while_it_starts(tmp_path: Path) -> None:
+    """Nobody waits cluster.worker_timeout for it."""
+    script = (
+        "import os, signal, threading, time\n"
+        "from megarl.cli import guarded\n"
+        "from megarl.config.schema import ClusterConfig\n"
+        "from megarl.controller.cluster import cluster\n"
+        "from pathlib import Path\n"
+        "from tests.controller.runs import processes\n"
+        "def kill():\n"
+        "    while not (found := [pid for pid, title in processes(os.getpid()).items() if 'raylet --' in title]):\n"
+        "        time.sleep(0.005)\n"
+        "    os.kill(found[0], signal.SIGKILL)\n"
+        "def run():\n"
+        "    threading.Thread(target=kill, daemon=True).start()\n"
+        f"    with cluster(ClusterConfig(object_store_mb=128), Path({str(tmp_path)!r})):\n"
+        "        return 0\n"
+        "raise SystemExit(guarded('x', run))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 1, done.stderr
+    said = [line for line in done.stderr.splitlines() if line.startswith("megarl: ")]
+    assert len(said) == 1 and "its raylet died while it started" in said[0]
+    assert "Traceback" not in done.stderr
