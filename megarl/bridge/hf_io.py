@@ -106,9 +106,9 @@ class HFReader:
     def check(self, model: ModelMap) -> None:
         """Raises UserError unless the folder holds exactly the tensors that the map knows, in their shapes.
 
-        Three kinds of tensors may be there in excess, as `transformers` ignores them too: the output layer of a model with
-        tied embeddings, the rotary frequencies that old checkpoints carry, and the layers for multi-token prediction where the map
-        leaves them out.
+        Three kinds of tensors may be there in excess: the output layer of a model with tied embeddings, where it is equal to them
+        (else `transformers` does not tie them), and, as `transformers` ignores them too, the rotary frequencies that old checkpoints
+        carry and the layers for multi-token prediction where the map leaves them out.
         """
         found = {name: self.shape(name) for name in self.names}
         missing = [name for name in model.hf_shapes if name not in found]
@@ -117,6 +117,11 @@ class HFReader:
             f"{name} has shape {found[name]}, not {shape}"
             for name, shape in model.hf_shapes.items()
             if name in found and found[name] != shape
+        ]
+        wrong += [
+            f"{name} differs from {other}, and tie_word_embeddings says that they are one (set it to false)"
+            for name, other in model.ties
+            if name in found and other in found and not torch.equal(self._slice(name)[:], self._slice(other)[:])
         ]
         parts = [
             *([f"lacks {_some(missing)}"] if missing else []),
@@ -156,6 +161,12 @@ class HFReader:
             raise UserError(f"{path} cannot be read: {error!r}.") from error
         if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
             raise UserError(f"{path}: weight_map must name a file for every tensor.")
+        whole = "model.safetensors"
+        if (self.folder / whole).is_file() and whole not in weight_map.values():
+            raise UserError(
+                f"{self.folder} holds {whole}, which transformers would read, and {INDEX}, which names other files: "
+                "remove one of them."
+            )
         for file in dict.fromkeys(weight_map.values()):
             held = set(self._open(file).keys())
             named = {name for name, where in weight_map.items() if where == file}

@@ -153,6 +153,8 @@ class ModelMap:
         if family.latent:
             self._settings |= rope.latent_args()
         self.parameters: list[Parameter] = _parameters(family.rules, dims, tied)
+        # names of a tensor and of that which takes its place
+        self.ties = [(next(iter(rule.hf)), rule.tied_to) for rule in family.rules if tied and rule.tied_to is not None]
         self.hf_shapes: dict[str, Shape] = {}  # every tensor of the checkpoint, in the order in which it is exported
         for parameter in self.parameters:
             if parameter.exported:

@@ -179,7 +179,9 @@ def write_metadata(folder: Path, records: Iterable[Mapping[str, Any]]) -> None:
 
 def write_common(folder: Path, common: Mapping[str, Any]) -> None:
     """What is no tensor, and the format's name, which makes the folder a checkpoint."""
-    torch.save(dict(common), folder / COMMON)
+    whole = io.BytesIO()
+    torch.save(dict(common), whole)  # to a file it would not say that a disk is full
+    (folder / COMMON).write_bytes(whole.getvalue())
     config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     config |= {"common_backend": "torch", "common_backend_version": 1}
     (folder / CONFIG).write_text(json.dumps(config), encoding="utf-8")

@@ -237,8 +237,11 @@ def test_a_checkpoint_that_does_not_fit_its_config_is_refused(copy: Path) -> Non
     fails(copy, r"model.norm.weight has shape \(81,\), not \(80,\)", check=True)
     with_(model__norm__weight=torch.zeros(80, dtype=torch.float64))
     fails(copy, "stored as F64", check=True)
-    # What transformers itself ignores: the output layer of a tied model, rotary frequencies of old checkpoints.
-    with_(lm_head__weight=torch.zeros(419, 80), model__layers__0__self_attn__rotary_emb__inv_freq=torch.zeros(12))
+    with_(lm_head__weight=torch.zeros(419, 80))
+    fails(copy, "lm_head.weight differs from model.embed_tokens.weight", check=True)
+    # What adds nothing: the output layer of a tied model as it is tied, rotary frequencies of old checkpoints.
+    embeddings = tensors["model.embed_tokens.weight"].clone()
+    with_(lm_head__weight=embeddings, model__layers__0__self_attn__rotary_emb__inv_freq=torch.zeros(12))
     HFReader(copy).check(ModelMap.from_hf(copy))
 
 

@@ -100,6 +100,14 @@ HUGGING_FACE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: sharded(f, partial(indexed, name="model.norm.weight")),
         "disagree about model.norm.weight",
     ),
+    "one file beside an index of others": (
+        lambda f: sharded(f, lambda g: shutil.copy(f.with_name("whole") / "model.safetensors", g)),
+        "holds model.safetensors, which transformers would read, and model.safetensors.index.json, which names other files",
+    ),
+    "an output layer that is not tied": (
+        lambda f: [weights(f, lm_head__weight=torch.zeros(419, 80)), config(f, tie_word_embeddings=True)],
+        "lm_head.weight differs from model.embed_tokens.weight, and tie_word_embeddings says that they are one",
+    ),
     "only pickles": (only_pickles, "pytorch_model.bin is a pickle, which can run code: give safetensors"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "holds no safetensors"),
     "no config": (lambda f: (f / "config.json").unlink(), "holds no config.json"),
