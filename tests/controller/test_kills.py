@@ -1,8 +1,8 @@
-"""kill -9 of every kind of process in the middle of every stage, one after the other: a run ends as one that nobody killed, to the
+"""kill -9 of a process in the middle of every stage, one after the other: a run ends as one that nobody killed, to the
 last bit of its weights, optimizer and metrics. The short form is in test_resume.py.
 
-What ends a run (the command, a rank, Ray's own) is killed while its engine is a server that outlives it: the run goes on from its
-newest checkpoint, by itself or started again. An engine's processes are killed in a run that goes on without an end.
+What ends a run (the command, a rank) is killed while its engine is a server that outlives it: the run goes on from its
+newest checkpoint, by itself or started again.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from tests.controller.test_resume import check_same, numbers
 
 STAGES = ("rollout", "score", "log_probs", "advantages", "update", "reshard", "evaluate", "checkpoint")
 STEPS = len(STAGES) + 2
-ENDING = {"driver": DRIVER, "rank": "ray::Worker", "raylet": "raylet --", "gcs_server": "gcs_server --"}
-MENDED = {"host": "megarl.rollout.host", "scheduler": "sglang::scheduler"}
+ENDING = {"driver": DRIVER, "rank": "ray::Worker"}
 SETTINGS = (*LEARNABLE, "rollout.n=4", "data.eval.size=3", "evaluation.every=1", "observe.progress=false")
 SETTINGS = (*SETTINGS, f"run.steps={STEPS}", "checkpoint.every=1")
 PATIENCE = 600.0  # seconds, of a start on a machine that does much else
@@ -102,24 +101,10 @@ def test_killed_in_every_stage_and_gone_on(kind: str, whole: Whole, tmp_path: Pa
     check_same_run(whole.folder, folder)
 
 
-@pytest.mark.parametrize("kind", MENDED)
-def test_an_engine_killed_in_every_stage(kind: str, whole: Whole, tmp_path: Path) -> None:
-    """A stage a step, of one run that goes on by itself. Every response is what it was: its seed decides."""
-    title = MENDED[kind]
-    kills = [f"{stage}:{step}:{title}" for step, stage in enumerate(STAGES[:-2], 2)]
-    # An evaluation comes before the first step, too; a checkpoint is begun and waited for.
-    kills += [f"evaluate:{STEPS - 1}:{title}", f"checkpoint:{2 * STEPS - 3}:{title}"]
-    with started(tmp_path, (",".join(kills),), *whole.settings) as run:
-        assert run.code(PATIENCE * len(kills)) == 0, run.err[-3000:] + run.out[-3000:]
-        assert killed(run) == len(kills)
-    # What an engine says of its tokens depends in the last bit on what it was sampling beside them.
-    check_same_run(whole.folder, run.run_folder, unlike=("mismatch/",))
-
-
-def check_same_run(one: Path, other: Path, unlike: tuple[str, ...] = ()) -> None:
-    check_same(one, other, unlike=unlike)
+def check_same_run(one: Path, other: Path) -> None:
+    check_same(one, other)
     assert len(numbers(one)) == STEPS
-    assert evaluations(one) == evaluations(other) and len(evaluations(one)) == STEPS + 1
+    assert evaluations(one) == evaluations(other) and len(evaluations(one)) == (STEPS + 1) * 3
     latest = [run / "checkpoints" / f"step-{STEPS:06d}" for run in (one, other)]
     files, theirs = (
         {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
@@ -132,7 +117,6 @@ def check_same_run(one: Path, other: Path, unlike: tuple[str, ...] = ()) -> None
 
 
 def evaluations(run: Path) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {k: row[k] for k in ("step", "eval/accuracy", "eval/length_mean")} for row in rows if "eval/accuracy" in row
-    ]
+    """Greedy answers to held-out problems, with their rewards."""
+    said = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    return [one for one in said if one.get("split") == "eval"]
