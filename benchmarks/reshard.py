@@ -297,7 +297,7 @@ class Syncs:
     def once(self, number: int, ranks: Ranks, engines: EngineGroup, memcpy: Memcpy) -> None:
         copied = memcpy(self.bytes)
         report = self._transfer.push(ranks, engines, number)
-        if number:  # the first maps what is shared
+        if number:
             self.seconds.append(report.seconds)
             self.memcpy.append(copied)
             self.loader.append(ray.get(engines.slots[0].actor.ready.remote())["update_seconds"]["load"])
@@ -313,8 +313,9 @@ class Syncs:
 
 
 def alternate(runs: Sequence[Syncs], rounds: int, ranks: Ranks, engines: EngineGroup, memcpy: Memcpy) -> float:
-    """In alternation: other work on the machine meets all alike. Peak memory beyond models after the first round, in buckets."""
-    for run in runs:
+    """In alternation: other work on the machine meets all alike. Peak memory beyond models, in buckets, after two rounds that are not
+    counted: in place, the first goes through buckets and the second is proved in full whatever is asked for."""
+    for run in (*runs, *runs):
         run.once(0, ranks, engines, memcpy)
     held = max(run.held for run in runs)
     memory = Memory([*ranks.pids, *session_of(engines.slots[0].info["pid"]), os.getpid()])

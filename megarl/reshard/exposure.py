@@ -75,7 +75,7 @@ class Exposure:
 
 
 def _view(memory: torch.Tensor, spot: Spot) -> torch.Tensor:
-    elements = memory[spot.offset :].view(torch.uint8)
+    elements = memory[spot.offset :]
     dtype: torch.dtype = getattr(torch, spot.dtype)
     elements = elements[: len(elements) // dtype.itemsize * dtype.itemsize].view(dtype)
     return elements.as_strided(spot.shape, spot.stride, elements.storage_offset())
