@@ -29,7 +29,8 @@ VARIANTS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     "one thread instead of all cores": ({"threads": 1}, ()),
     "each sample with its own prompt": ({"share_prompts": False}, ()),
     "glibc's own malloc thresholds": ({}, ALLOCATOR),
-    "threads that spin while they wait": ({}, ("OMP_WAIT_POLICY",)),
+    "threads that spin while they wait": ({}, ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")),
+    "threads that sleep at once": ({}, ("GOMP_SPINCOUNT",)),
 }
 PASSES = 3
 

@@ -1,9 +1,11 @@
-"""Tokens a second of the whole rollout, prompts to batch, beside SGLang's bare engine and transformers.generate: the same requests.
+"""Tokens a second of the whole rollout, prompts to batch, beside SGLang's bare engine, SGLang without what megarl adds to it on CPUs
+(attention and sampling of a whole batch), and transformers.generate: the same requests.
 
     python -m benchmarks.rollout [--rounds N] [--new-tokens N] [--json FILE]
 
 Greedy answers of SmolLM2-135M (or the model that stands in for it) in bfloat16 to 8 prompts, 8 times each: a step of the demo with
-longer answers. Both engines run at the same time and are asked in alternation; one that waits sleeps.
+longer answers. All run at the same time and are asked in alternation; those that wait sleep. transformers has torch's own settings for
+threads and memory, the others those of megarl.
 """
 
 from __future__ import annotations
@@ -32,59 +34,69 @@ PROMPTS, COPIES, PROMPT_TOKENS = 8, 8, 48
 CACHE = 16384
 
 
-@contextmanager
-def bare(folder: Path, dtype: str) -> Iterator[subprocess.Popen[str]]:
-    threads = os.cpu_count() or 1
-    process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.peers.bare_sglang", str(folder), dtype, str(CACHE)],
-        cwd=ROOT,
-        env={**os.environ, **process_env(threads), "HF_HUB_OFFLINE": "1"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
-        while process.stdout.readline().strip() != "ready":
-            if process.poll() is not None:
-                raise SystemExit("SGLang's bare engine did not start")
-        yield process
-    finally:
-        assert process.stdin is not None
-        process.stdin.close()
+# name -> module, environment beside that of megarl's processes (None: the caller's, unchanged)
+PEERS: dict[str, tuple[str, dict[str, str] | None]] = {
+    "SGLang's bare engine": ("benchmarks.peers.bare_sglang", {}),
+    "SGLang without megarl's plugins": ("benchmarks.peers.bare_sglang", {"SGLANG_PLUGINS": "none"}),
+    "transformers.generate": ("benchmarks.peers.transformers_generate", None),
+}
+
+
+class Peer:
+    """A process of its own that is asked by lines."""
+
+    def __init__(self, name: str, folder: Path, dtype: str):
+        module, extra = PEERS[name]
+        own = {} if extra is None else {**process_env(os.cpu_count() or 1), **extra}
+        self.name = name
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", module, str(folder), dtype, str(CACHE)],
+            cwd=ROOT,
+            env={**os.environ, **own, "HF_HUB_OFFLINE": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    def ready(self) -> None:
+        assert self.process.stdout is not None
+        while self.process.stdout.readline().strip() != "ready":
+            if self.process.poll() is not None:
+                raise SystemExit(f"{self.name} did not start")
+
+    def tokens_per_second(self, prompts: list[Prompt], new_tokens: int, stops: list[int]) -> float:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        sampling = {"temperature": 0.0, "max_new_tokens": new_tokens, "stop_token_ids": stops}
+        ids = [prompt.token_ids for prompt in prompts for _ in range(COPIES)]
+        self.process.stdin.write(json.dumps({"prompts": ids, "sampling": sampling}) + "\n")
+        self.process.stdin.flush()
+        answer = json.loads(self.process.stdout.readline())
+        return answer["tokens"] / answer["seconds"]
+
+    def end(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
         try:
-            process.wait(20)
+            self.process.wait(20)
         except subprocess.TimeoutExpired:
-            process.kill()
+            self.process.kill()
 
 
-def ask_bare(process: subprocess.Popen[str], prompts: list[Prompt], new_tokens: int, stops: list[int]) -> float:
-    assert process.stdin is not None and process.stdout is not None
-    sampling = {"temperature": 0.0, "max_new_tokens": new_tokens, "stop_token_ids": stops}
-    ids = [prompt.token_ids for prompt in prompts for _ in range(COPIES)]
-    process.stdin.write(json.dumps({"prompts": ids, "sampling": sampling}) + "\n")
-    process.stdin.flush()
-    answer = json.loads(process.stdout.readline())
-    return answer["tokens"] / answer["seconds"]
+@contextmanager
+def peers(folder: Path, dtype: str) -> Iterator[list[Peer]]:
+    started = [Peer(name, folder, dtype) for name in PEERS]
+    try:
+        for peer in started:
+            peer.ready()
+        yield started
+    finally:
+        for peer in started:
+            peer.end()
 
 
-def ask_transformers(folder: Path, dtype: str, prompts: list[Prompt], new_tokens: int, stops: list[int]) -> float:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
-    ids = torch.tensor([prompt.token_ids for prompt in prompts for _ in range(COPIES)])
-    settings = {"do_sample": False, "eos_token_id": stops, "pad_token_id": 0}
-    with torch.no_grad():
-        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, **settings)
-        begun = time.perf_counter()
-        made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, **settings)
-        seconds = time.perf_counter() - begun
-    ended = torch.isin(made[:, ids.shape[1] :], torch.tensor(stops)).int().cumsum(-1)
-    return int((ended == 0).sum() + (ended == 1).any(-1).sum()) / seconds
-
-
-def measure(rounds: int, new_tokens: int) -> tuple[list[float], list[float], float]:
+def measure(rounds: int, new_tokens: int) -> tuple[list[float], dict[str, list[float]]]:
+    """Tokens a second of each round: megarl's, and each peer's."""
     from megarl.controller.cluster import cluster
     from megarl.controller.engines import EngineGroup
     from megarl.controller.rollout import Generated
@@ -102,11 +114,11 @@ def measure(rounds: int, new_tokens: int) -> tuple[list[float], list[float], flo
     folder = models.resolve(cfg.model.path)
     generator = torch.Generator().manual_seed(1)
     whole: list[float] = []
-    alone: list[float] = []
+    others: dict[str, list[float]] = {name: [] for name in PEERS}
     with tempfile.TemporaryDirectory() as scratch, cluster(cfg.cluster, Path(scratch, "logs")):
         engines = EngineGroup(cfg, folder)
         try:
-            with bare(folder, cfg.model.dtype) as process:
+            with peers(folder, cfg.model.dtype) as asked:
                 engines.ready()
                 stops = engines.slots[0].info["stop_token_ids"]
                 rollout = Generated(engines, cfg.rollout)
@@ -117,14 +129,16 @@ def measure(rounds: int, new_tokens: int) -> tuple[list[float], list[float], flo
                     begun = time.perf_counter()
                     batch = rollout.collect(prompts, number)
                     ours = int(batch.response_lengths.sum()) / (time.perf_counter() - begun)
-                    theirs = ask_bare(process, prompts, new_tokens, stops)
+                    theirs = {peer.name: peer.tokens_per_second(prompts, new_tokens, stops) for peer in asked}
                     if number:  # the first warms up
                         whole.append(ours)
-                        alone.append(theirs)
-                        print(f"round {number}: megarl {ours:.0f}, SGLang alone {theirs:.0f} tokens/s", flush=True)
+                        for name, value in theirs.items():
+                            others[name].append(value)
+                        beside = ", ".join(f"{name} {value:.0f}" for name, value in theirs.items())
+                        print(f"round {number}: megarl {ours:.0f}, {beside} tokens/s", flush=True)
         finally:
             engines.shutdown()
-    return whole, alone, ask_transformers(folder, cfg.model.dtype, prompts, new_tokens, stops)
+    return whole, others
 
 
 def main() -> int:
@@ -133,15 +147,17 @@ def main() -> int:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    whole, alone, transformers = measure(args.rounds, args.new_tokens)
-    ratios = [ours / theirs for ours, theirs in zip(whole, alone, strict=True)]
+    whole, others = measure(args.rounds, args.new_tokens)
+
+    def times(name: str) -> float:
+        return median(ours / theirs for ours, theirs in zip(whole, others[name], strict=True))
+
     rows = [
-        at_least("rollout: tokens/s, megarl ÷ SGLang's bare engine", median(ratios), 0.95),
-        at_least("rollout: tokens/s, megarl ÷ transformers.generate", median(whole) / transformers, 1.0),
-        plain("rollout: megarl, tokens/s", median(whole)),
-        plain("rollout: SGLang's bare engine, tokens/s", median(alone)),
-        plain("rollout: transformers.generate, tokens/s", transformers),
+        at_least(f"rollout: tokens/s, megarl ÷ {name}", times(name), goal)
+        for name, goal in zip(PEERS, (0.95, 3.0, 1.5), strict=True)
     ]
+    rows.append(plain("rollout: megarl, tokens/s", median(whole)))
+    rows += [plain(f"rollout: {name}, tokens/s", median(values)) for name, values in others.items()]
     print(text(rows))
     if args.json:
         write_json(args.json, rows)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from megarl.cpu.attention import Plan
+from megarl.cpu.attention import Decode, Prefill
 
 HEADS, KV, DIM, SLOTS = 6, 2, 24, 400
 
@@ -26,17 +26,24 @@ def problem(lengths, new, dtype, seed=0):
     return query, keys, values, table, rows
 
 
-def one_by_one(query, keys, values, table, rows, lengths, new):
+def one_by_one(query, keys, values, table, rows, lengths, new, window=None):
     """float64, a sequence at a time."""
     out, start = torch.empty(query.shape, dtype=torch.float64), 0
     for row, length, count in zip(rows, lengths, new, strict=True):
         slots = table[row, :length].long()
         k, v = (cache[slots].double().transpose(0, 1).repeat_interleave(HEADS // KV, 0) for cache in (keys, values))
-        seen = torch.arange(length) <= torch.arange(length - count, length)[:, None]
+        ahead = torch.arange(length - count, length)[:, None] - torch.arange(length)
+        seen = (ahead >= 0) & (ahead <= (length if window is None else window))
         q = query[start : start + count].double().transpose(0, 1)
         out[start : start + count] = scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(0, 1)
         start += count
     return out
+
+
+def plan_of(table, rows, lengths, new, window=None):
+    if new is None:
+        return Decode.of(table, rows, torch.tensor(lengths), window)
+    return Prefill.of(table, rows, torch.tensor(lengths), torch.tensor(new), window)
 
 
 CASES = {
@@ -49,15 +56,16 @@ CASES = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 0, 8, 29])
 @pytest.mark.parametrize("case", CASES)
-def test_equals_one_call_a_sequence(case, dtype):
+def test_equals_one_call_a_sequence(case, window, dtype):
     lengths, new = CASES[case]
     counts = new or [1] * len(lengths)
     query, keys, values, table, rows = problem(lengths, counts, dtype)
-    plan = Plan.of(table, rows, torch.tensor(lengths), None if new is None else torch.tensor(new))
+    plan = plan_of(table, rows, lengths, new, window)
     output = torch.full_like(query, float("nan"))
     plan.attend(query, keys, values, output, DIM**-0.5)
-    exact = one_by_one(query, keys, values, table, rows, lengths, counts)
+    exact = one_by_one(query, keys, values, table, rows, lengths, counts, window)
     if dtype == torch.float32:
         assert (output.double() - exact).abs().max() < 2e-6
     else:  # float32 inside: nothing but the rounding of the result is lost
@@ -65,10 +73,41 @@ def test_equals_one_call_a_sequence(case, dtype):
         assert (output == exact.to(dtype)).float().mean() > 0.99
 
 
+# sequences by what they have in common: (length, prompt, tokens of the prompt); the tokens read: by group, by sequence
+SHARED = {
+    "samples of two prompts": ([(14, 0, 9), (20, 1, 9), (16, 0, 9), (17, 1, 9), (12, 0, 9)], (2, 9), 11),
+    "prompts of unlike length": (
+        [(14, 0, 12), (17, 0, 12), (12, 1, 7), (11, 1, 7), (9, 1, 7), (16, 0, 12)],
+        (2, 7),
+        10,
+    ),
+    "one is alone, one is too short": ([(25, 0, 20), (26, 0, 20), (24, 0, 20), (24, 1, 20), (5, 2, 3)], (2, 20), 6),
+    "little in common": ([(30, 0, 3), (31, 0, 3), (29, 1, 3)], (0, 0), 31),
+    "nothing but the last token of its own": ([(10, 0, 9), (10, 0, 9), (10, 0, 9)], (1, 9), 1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", SHARED)
+def test_what_samples_have_in_common_is_read_once(case, dtype):
+    sequences, groups, own = SHARED[case]
+    lengths, prompts = [length for length, _, _ in sequences], {}
+    query, keys, values, table, rows = problem(lengths, [1] * len(lengths), dtype)
+    for row, (_, prompt, tokens) in zip(rows, sequences, strict=True):
+        table[row, :tokens] = prompts.setdefault(prompt, table[row, :tokens].clone())
+    plan = Decode.of(table, rows, torch.tensor(lengths))
+    assert tuple(plan.common_GP.shape) == groups and plan.own_BL.shape[1] == own
+    output = torch.full_like(query, float("nan"))
+    plan.attend(query, keys, values, output, None)
+    exact = one_by_one(query, keys, values, table, rows, lengths, [1] * len(lengths))
+    allowed = 2e-6 if dtype == torch.float32 else (exact.abs() * 2**-8 + 2e-6).max()
+    assert (output.double() - exact).abs().max() <= allowed
+
+
 def test_what_is_not_seen_does_not_matter():
     lengths, new = CASES["prefill after a cached prefix"]
     query, keys, values, table, rows = problem(lengths, new, torch.float32)
-    plan = Plan.of(table, rows, torch.tensor(lengths), torch.tensor(new))
+    plan = plan_of(table, rows, lengths, new)
     first, second = torch.empty_like(query), torch.empty_like(query)
     plan.attend(query, keys, values, first, None)
     unused = torch.ones(SLOTS, dtype=torch.bool)
@@ -80,7 +119,7 @@ def test_what_is_not_seen_does_not_matter():
     assert torch.equal(first, second)
 
 
-def test_sglang_loads_both_plugins_and_its_backend_gives_the_same_numbers():
+def test_sglang_loads_the_plugins_and_its_backend_gives_the_same_numbers():
     """In a process of its own, as SGLang's: entry points, registry, and both backends on one batch."""
     code = """
         from megarl.cpu import enter_sglang
@@ -114,7 +153,7 @@ def test_sglang_loads_both_plugins_and_its_backend_gives_the_same_numbers():
                 for backend in (ours, theirs):
                     backend.init_forward_metadata(batch)
                     results.append(getattr(backend, method)(query, None, None, layer, batch))
-                assert ours.plan is not None
+                assert list(ours.plans) == [window]  # not the old way
                 assert (results[0] - results[1]).abs().max() < 2e-6, (method, window)
         probs = torch.zeros(5, 300); probs[:, 7] = 1
         torch.multinomial = None  # must not be called
@@ -123,6 +162,22 @@ def test_sglang_loads_both_plugins_and_its_backend_gives_the_same_numbers():
         cut = torch.full((5,), 3), torch.full((5,), 0.9), torch.full((5,), 0.1)
         filtered = sampler.top_k_top_p_min_p_sampling_from_probs_torch
         assert filtered(probs, *cut, True, **where).tolist() == [7] * 5
+        # small operations on one thread: real layers and the real store, which tell of the threads they have
+        from sglang.srt.layers.layernorm import RMSNorm
+        from sglang.srt.mem_cache import memory_pool
+        torch.set_num_threads(2)
+        norm, seen = RMSNorm(24), []
+        inside = norm.forward_native
+        norm._forward_method = lambda *args: (seen.append(torch.get_num_threads()), inside(*args))[1]
+        x = torch.randn(5, 24)
+        with torch.no_grad():
+            assert torch.equal(norm(x), inside(x)) and norm(torch.randn(30_000, 24)).shape == (30_000, 24)
+        assert seen == [1, 2], seen
+        keys, values, k, v = torch.zeros(40_000, 2, 24), torch.zeros(40_000, 2, 24), torch.randn(3, 2, 24), torch.randn(3, 2, 24)
+        at = torch.tensor([7, 0, 39_000])
+        memory_pool._set_kv_buffer_impl(k, v, keys, values, at, 48, torch.float32, None, 40_000)
+        assert torch.equal(keys[at], k) and torch.equal(values[at], v) and int((keys != 0).any(-1).any(-1).sum()) == 3
+        assert torch.get_num_threads() == 2
         print("same")
     """
     done = subprocess.run(
