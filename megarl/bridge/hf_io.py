@@ -49,6 +49,16 @@ class HFReader:
     def names(self) -> list[str]:
         return list(self._file_of)
 
+    @property
+    def paths(self) -> list[Path]:
+        """The files that hold the tensors, which an index may name outside of the folder, and that index."""
+        index = [INDEX] if (self.folder / INDEX).is_file() else []
+        return [self.folder / file for file in [*index, *dict.fromkeys(filter(None, self._file_of.values()))]]
+
+    def altered(self, share: int, shares: int, stop: Callable[[], bool]) -> str | None:
+        """Safetensors have no checksums."""
+        return None
+
     def shape(self, name: str) -> Shape:
         return tuple(self._slice(name).get_shape())
 
@@ -394,15 +404,26 @@ def copy_companions(source: Path, folder: Path, dtype: torch.dtype, changes: Map
 
 def copy_texts(source: Path, folder: Path) -> None:
     """Tokenizer, chat template and generation config."""
+    for name in companions(source):
+        with reading(source / name):
+            content = (source / name).read_bytes()
+        copy = folder / name
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_bytes(content)
+
+
+def companions(source: Path) -> list[str]:
+    """The names of a folder's tokenizer, chat template and generation config. Raises UserError for one that nothing can be read from,
+    as a pipe, which would be waited for."""
+    found: list[str] = []
     for pattern in COMPANIONS:
         # Not through `glob` where there is one: it passes over a link that leads nowhere, and the copy would lack it.
-        found = source.glob(pattern) if "*" in pattern else filter(os.path.lexists, [source / pattern])
-        for path in found:
-            with reading(path):
-                content = path.read_bytes()
-            copy = folder / path.relative_to(source)
-            copy.parent.mkdir(exist_ok=True)
-            copy.write_bytes(content)
+        paths = sorted(source.glob(pattern)) if "*" in pattern else filter(os.path.lexists, [source / pattern])
+        for path in paths:
+            if path.exists() and not path.is_file():
+                raise UserError(f"{path} is no file.")
+            found.append(str(path.relative_to(source)))
+    return found
 
 
 def load_parameter(reader: HFReader, parameter: Parameter, where: Where, out: Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -14,7 +15,8 @@ from megarl.bridge.hf_io import DTYPES
 from megarl.bridge.layout import Copy, Cut, Shape
 from megarl.bridge.model_map import ModelMap, Parameter
 from megarl.bridge.raw_io import Run
-from megarl.bridge.torch_dist import DistReader
+from megarl.bridge.torch_dist import METADATA, DistReader
+from megarl.bridge.torch_dist_write import altered
 from megarl.errors import UserError
 
 
@@ -60,6 +62,21 @@ class MegatronReader:
     @property
     def names(self) -> list[str]:
         return list(self._held)
+
+    @property
+    def paths(self) -> list[Path]:
+        return [self.folder / file for file in self._ends()]
+
+    def altered(self, share: int, shares: int, stop: Callable[[], bool]) -> str | None:
+        """`torch_dist_write.altered` of what is read here: the optimizer's part of a file is not looked at."""
+        return altered(self.folder, share, shares, weights=self._ends(), stop=stop)
+
+    def _ends(self) -> dict[str, int]:
+        """The files that hold what is read here, and how many bytes from the first on of each are needed; 0: all."""
+        ends = {METADATA: 0}
+        for chunk in (chunk for key in self.used for chunk in self.dist.tensors[key].chunks):
+            ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.start + chunk.length)
+        return ends
 
     def shape(self, name: str) -> Shape:
         return self._shapes[name]

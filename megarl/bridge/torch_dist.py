@@ -190,6 +190,17 @@ class DistReader:
         except Exception as error:
             raise UserError(f"{self.folder / file}: {key} cannot be read: {_first_line(error)}.") from error
 
+    def check_objects(self) -> None:
+        """Raises UserError unless what is no tensor, which conversions do not read, is an archive as `torch.save` writes it. Nothing
+        is unpickled."""
+        path = self.folder / COMMON
+        if not path.is_file():
+            raise UserError(f"{self.folder} holds no {COMMON}, without which Megatron does not load it.")
+        with reading(path), path.open("rb") as file:
+            _demand_archive(file, path, 0, path.stat().st_size)
+        for name, start, length in self.objects.values():
+            _demand_archive(self._open(name), self.folder / name, start, length)
+
     def _read_chunk(self, stored: Stored, chunk: Chunk, inside: tuple[slice, ...], out: Tensor) -> None:
         """A box of a chunk: whole runs of it are read where they are wanted, cut rows through a block of bounded size."""
         start, width = self._data_start(stored, chunk), stored.dtype.itemsize
@@ -255,6 +266,13 @@ class DistReader:
                 raise UserError(f"{path} is missing, though {METADATA} names it.")
             if path.stat().st_size < end:
                 raise UserError(f"{path} is cut short: it has {path.stat().st_size} bytes of {end}.")
+
+
+def _demand_archive(file: BinaryIO, path: Path, start: int, length: int) -> None:
+    try:
+        zipfile.ZipFile(_Part(file, start, length)).close()
+    except _DAMAGE as error:
+        raise UserError(f"{path} is damaged at byte {start}: nothing is saved there ({_first_line(error)}).") from error
 
 
 def is_checkpoint(folder: Path) -> bool:

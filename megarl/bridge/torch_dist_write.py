@@ -125,34 +125,80 @@ class ChunkFile:
 
 def checksum(path: Path) -> int:
     """CRC-32 of a file: two gigabytes a second."""
-    found = 0
+    return checksums(path)[0]
+
+
+def checksums(
+    path: Path, front: int = 0, *, only_front: bool = False, stop: Callable[[], bool] = lambda: False
+) -> tuple[int, int]:
+    """CRC-32 of a file and of its first `front` bytes, in one go; `only_front`: no more is read, and the first says nothing. What is
+    answered after `stop` said yes is worth nothing."""
+    found, of_front, left = 0, 0, front
     with path.open("rb", buffering=0) as file:
-        while block := file.read(_BLOCK_BYTES):
+        while not (only_front and not left) and not stop():
+            block = file.read(min(left, _BLOCK_BYTES) or _BLOCK_BYTES)
+            if not block:
+                break
             found = zlib.crc32(block, found)
-    return found
+            if left:
+                left, of_front = left - len(block), found
+    return found, of_front
 
 
-def write_checksums(folder: Path, found: Mapping[str, int]) -> None:
-    """Of every file by its name."""
+def write_checksums(folder: Path, found: Mapping[str, int | tuple[int, int, int]]) -> None:
+    """Of every file by its name: CRC-32 of the whole, or that, how many bytes its weights take at its front, and theirs."""
     (folder / CHECKSUMS).write_text(json.dumps(dict(found), indent=1), encoding="utf-8")
 
 
-def altered(folder: Path, share: int = 0, shares: int = 1) -> str | None:
+def altered(
+    folder: Path,
+    share: int = 0,
+    shares: int = 1,
+    *,
+    weights: Mapping[str, int] | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> str | None:
     """Reads every `shares`th of the files that have a checksum, from number `share` on: a sentence where one is not what was written,
-    None where all are, or where the checkpoint has no checksums."""
+    None where all are, or where the checkpoint has no checksums.
+
+    `weights`: only these files, of which so many bytes are wanted (0: all), and no more is read where those have a checksum of their
+    own. `stop` is asked now and then whether the answer is still wanted.
+    """
     path = folder / CHECKSUMS
     if not path.is_file():
         return None
     try:
-        wanted = json.loads(path.read_text(encoding="utf-8"))
-        for name in sorted(wanted)[share::shares]:
-            if not (folder / name).is_file():
-                return f"{folder / name} is missing, though {CHECKSUMS} names it."
-            if checksum(folder / name) != wanted[name]:
-                return f"{folder / name} is damaged: its checksum is not the one it was written with."
-    except (OSError, ValueError, TypeError) as error:
+        wanted = {name: _sums(value) for name, value in json.loads(path.read_text(encoding="utf-8")).items()}
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         return f"{path} cannot be read: {error!r}."
+    names = sorted(name for name in wanted if weights is None or name in weights)
+    for name in names[share::shares]:
+        if said := _altered(folder / name, wanted[name], 0 if weights is None else weights[name], stop):
+            return said
     return None
+
+
+def _altered(path: Path, wanted: tuple[int, int, int], needed: int, stop: Callable[[], bool]) -> str | None:
+    """A sentence where a file, or the front of it that is needed, is not what was written."""
+    whole, front, of_front = wanted
+    if not path.is_file():
+        return f"{path} is missing, though {CHECKSUMS} names it."
+    try:
+        if 0 < needed <= front:
+            same = checksums(path, front, only_front=True, stop=stop)[1] == of_front
+        else:
+            same = checksums(path, stop=stop)[0] == whole
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror or error}."
+    return None if same or stop() else f"{path} is damaged: its checksum is not the one it was written with."
+
+
+def _sums(value: Any) -> tuple[int, int, int]:
+    """Of the whole file, how long its front is, and of that. Raises TypeError for what `write_checksums` does not write."""
+    found = (value, 0, 0) if isinstance(value, int) else tuple(value)
+    if len(found) != 3 or not all(isinstance(part, int) for part in found):
+        raise TypeError(f"{value!r} is no checksum")
+    return found
 
 
 def write_metadata(folder: Path, records: Iterable[Mapping[str, Any]]) -> None:

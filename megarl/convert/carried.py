@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -29,6 +30,13 @@ class CarriedReader:
     @property
     def names(self) -> list[str]:
         return [*self._own.names, *self._carried]
+
+    @property
+    def paths(self) -> list[Path]:
+        return [*self._own.paths, *self._rest.paths]
+
+    def altered(self, share: int, shares: int, stop: Callable[[], bool]) -> str | None:
+        return self._own.altered(share, shares, stop)
 
     def shape(self, name: str) -> Shape:
         return self._of(name).shape(name)

@@ -6,6 +6,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -16,6 +17,7 @@ from megarl.convert.processes import Processes
 from megarl.convert.progress import ByteProgress
 from megarl.convert.source import Source
 from megarl.convert.unfinished import Unfinished, not_written, unfinished
+from megarl.convert.whole import looking
 from megarl.convert.work import FORGET_BYTES, Options
 from megarl.errors import RunError, UserError
 
@@ -70,7 +72,10 @@ def carry_out(job: Job[Item, File], target: Path, among: Processes, *, show: boo
             total = sum(job.bytes(item) for name in mine for item in job.files[name])
             problem: BaseException | None = None
             try:
-                with ByteProgress(f"writing {target.name}", total, show=show and among.first) as progress:
+                with (
+                    looking(partial(job.origin.reader.altered, among.rank, among.world)),
+                    ByteProgress(f"writing {target.name}", total, show=show and among.first) as progress,
+                ):
                     _write_all(job, growing, mine, progress)
             except (UserError, RunError, OSError) as error:
                 problem = error

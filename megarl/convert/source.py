@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -29,6 +29,9 @@ class Reader(Protocol):
 
     @property
     def names(self) -> list[str]: ...
+    @property
+    def paths(self) -> list[Path]: ...
+    def altered(self, share: int, shares: int, stop: Callable[[], bool]) -> str | None: ...
     def shape(self, name: str) -> Shape: ...
     def dtype(self, name: str) -> torch.dtype: ...
     def get(self, name: str) -> Tensor: ...
@@ -77,16 +80,15 @@ class Source:
 
     def identity(self) -> dict[str, Any]:
         """What tells whether the files are those that they were."""
-        found = {"folder": str(self.folder.absolute()), "files": _stats(self.folder), "config": dict(self.config)}
-        if self.ahead is not None:
-            found |= {"ahead": str(self.ahead.absolute()), "ahead files": _stats(self.ahead)}
-        return found
+        stats = {str(path.absolute()): _stat(path) for path in [*self.reader.paths, self.texts / "config.json"]}
+        return {"folder": str(self.folder.absolute()), "files": stats, "config": dict(self.config)}
 
 
-def _stats(folder: Path) -> dict[str, list[int]]:
-    """Size and time of each file of weights."""
-    files = [*folder.glob("*.safetensors"), *folder.glob("*.distcp"), *folder.glob(".metadata")]
-    return {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in sorted(files)}
+def _stat(path: Path) -> list[int]:
+    """Of the file that a path leads to. The time of its content can be set to what it was, that of its inode cannot."""
+    with reading(path):
+        found = path.stat()
+    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
 
 
 def open_source(folder: Path, config: Path | None = None) -> Source:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -10,8 +11,10 @@ from torch import Tensor
 
 from megarl.bridge.hf_config import NEUTRAL
 from megarl.bridge.layout import Shape
+from megarl.bridge.torch_dist import DistReader
 from megarl.convert.progress import ByteProgress
 from megarl.convert.source import Source, differing, open_source
+from megarl.convert.whole import altered, compare_texts, looking
 from megarl.convert.work import FORGET_BYTES, nonfinite, undisturbed
 
 
@@ -26,16 +29,25 @@ class Comparison:
 
 
 def compare(first: Source, second: Source, *, show: bool = True) -> Comparison:
-    """What two models are by their config.json, and every tensor of them, bit by bit."""
+    """What two models are by their config.json, by what else is beside the weights, and every tensor of them, bit by bit. Raises
+    UserError for a folder that is not what was written into it."""
     result = Comparison(notes=[*first.notes, *second.notes])
+    dist = [source.folder for source in (first, second) if source.kind == "megatron"]
+    for folder in dist:
+        DistReader(folder).check_objects()
     _compare_configs(first, second, result)
+    compare_texts(first.texts, second.texts, result.differences, result.notes)
     shapes, others = first.model.hf_shapes, second.model.hf_shapes
     for ours, theirs, folder in ((shapes, others, second.folder), (others, shapes, first.folder)):
         result.differences += [f"{folder} has no {name}" for name in ours if name not in theirs]
     common = [name for name in shapes if name in others]
     total = sum(_bytes(shapes[name], first.reader.dtype(name)) for name in common)
     mapped = 0
-    with undisturbed(), ByteProgress("comparing", total, show=show) as progress:
+    with (
+        undisturbed(),
+        looking(*(partial(altered, folder) for folder in dist)),
+        ByteProgress("comparing", total, show=show) as progress,
+    ):
         for name in common:
             size = _bytes(shapes[name], first.reader.dtype(name))
             fault = _compared(name, first, second, result)

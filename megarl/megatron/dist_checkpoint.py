@@ -36,12 +36,21 @@ from torch import Tensor
 
 from megarl.bridge.layout import Shape
 from megarl.bridge.torch_dist import COMMON, METADATA, DistReader
-from megarl.bridge.torch_dist_write import ChunkFile, altered, checksum, write_checksums, write_common, write_metadata
+from megarl.bridge.torch_dist_write import (
+    ChunkFile,
+    altered,
+    checksum,
+    checksums,
+    write_checksums,
+    write_common,
+    write_metadata,
+)
 from megarl.errors import RunError, UserError
 from megarl.megatron.model import unwrap
 from megarl.megatron.optimizer import Optimizer
 
 _STEP = "step"
+Sums = tuple[int, int, int]  # as `write_checksums` takes them
 _STATE = "optimizer.state."  # before the state's name and the parameter's key
 
 
@@ -94,8 +103,8 @@ class Unfinished:
     steps: int  # updates that this rank's optimizer has made, if it has anything to update
     frozen: dict[str, int]  # by key, elements of parameters that are this rank's to write and have no optimizer state
     written: Future[
-        tuple[str, list[dict[str, Any]], int]
-    ]  # this rank's file: name, what the metadata needs of it, checksum
+        tuple[str, list[dict[str, Any]], Sums]
+    ]  # this rank's file: name, what the metadata needs of it, checksums
 
     def finish(self) -> None:
         """Waits for all ranks, and makes it whole. Collective over the world. Raises RunError on all ranks where a disk does not
@@ -109,14 +118,14 @@ class Unfinished:
                 shutil.rmtree(self.aside, ignore_errors=True)  # the disk may be full
             raise
 
-    def _complete(self, files: Sequence[tuple[str, list[dict[str, Any]], int, int, dict[str, int]]]) -> None:
+    def _complete(self, files: Sequence[tuple[str, list[dict[str, Any]], Sums, int, dict[str, int]]]) -> None:
         records = [record for _, of_file, *_ in files for record in of_file]
         _demand_whole(records, sum((Counter(frozen) for *_, frozen in files), Counter()))
         if "optimizer" in self.common:
             self.common["optimizer"][_STEP] = max(steps for *_, steps, _ in files)
         write_metadata(self.aside, records)
         write_common(self.aside, self.common)
-        sums = {name: found for name, _, found, *_ in files}
+        sums: dict[str, Any] = {name: found for name, _, found, *_ in files}
         write_checksums(self.aside, sums | {name: checksum(self.aside / name) for name in (METADATA, COMMON)})
         self.aside.rename(self.folder)
 
@@ -168,10 +177,11 @@ def begin(
     if copies is not None:
         pieces = copies.of(pieces)
 
-    def write() -> tuple[str, list[dict[str, Any]], int]:
+    def write() -> tuple[str, list[dict[str, Any]], Sums]:
         if copies is not None:  # of this thread: what trains comes first
             os.setpriority(os.PRIO_PROCESS, 0, min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10))
-        return mine.name, _write(mine, pieces, objects), checksum(mine)
+        records = _write(mine, pieces, objects)
+        return mine.name, records, _sums(mine, records)
 
     writer = ThreadPoolExecutor(1, "checkpoint")
     written = writer.submit(write)
@@ -387,6 +397,14 @@ def _write(path: Path, pieces: Iterable[Piece], objects: Mapping[str, Any]) -> l
             file.write_object(key, [value])
         file.end()
     return file.records
+
+
+def _sums(path: Path, records: Iterable[Mapping[str, Any]]) -> Sums:
+    """Of this rank's file. Weights come first in it, so that a conversion, which leaves the optimizer, need not read all."""
+    weights = (r for r in records if "shape" in r and not r["key"].startswith(_STATE))
+    front = max((r["start"] + r["length"] for r in weights), default=0)
+    whole, of_front = checksums(path, front)
+    return whole, front, of_front
 
 
 def _misfit(reader: DistReader, piece: Piece) -> str | None:

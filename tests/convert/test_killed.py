@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megarl.bridge.hf_io import HFWriter
+from megarl.bridge.hf_io import INDEX, HFWriter
 from megarl.bridge.model_map import ModelMap
 from megarl.convert import unfinished
 from megarl.convert.hf_to_megatron import hf_to_megatron
@@ -84,17 +86,47 @@ def test_what_is_finished_is_not_done_again(large: Path, tmp_path: Path) -> None
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
 
 
-def test_what_was_begun_from_other_weights_is_begun_anew(hf: Path, tmp_path: Path) -> None:
+def rewritten(path: Path) -> None:
+    """In a tensor that is converted first."""
+    content = bytearray(path.read_bytes())
+    size = int.from_bytes(content[:8], "little")
+    start, _ = json.loads(content[8 : 8 + size])["model.embed_tokens.weight"]["data_offsets"]
+    content[8 + size + start] ^= 1
+    path.write_bytes(content)
+
+
+def with_its_time(path: Path) -> None:
+    """As `rsync -t` or a restored backup would."""
+    was = path.stat()
+    rewritten(path)
+    os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))
+
+
+def replaced_with_its_time(path: Path) -> None:
+    copy = path.with_name("copy")
+    copy.write_bytes(path.read_bytes())
+    rewritten(copy)
+    os.utime(copy, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
+    copy.rename(path)
+
+
+@pytest.mark.parametrize("where", ["in the folder", "behind a link", "outside, by the index"])
+@pytest.mark.parametrize("change", [rewritten, with_its_time, replaced_with_its_time])
+def test_what_was_begun_from_other_weights_is_begun_anew(
+    change: Callable[[Path], None], where: str, hf: Path, tmp_path: Path
+) -> None:
     target, options = tmp_path / "target", Options(shard_bytes=300_000)
-    first = tmp_path / "first"
-    first.mkdir()
-    for path in hf.iterdir():
-        (first / path.name).write_bytes(path.read_bytes())
-    stopped(first, target, options)
+    first = shutil.copytree(hf, tmp_path / "first")
     weights = first / "model.safetensors"
-    content = bytearray(weights.read_bytes())
-    content[-1] ^= 1
-    weights.write_bytes(content)
+    if where != "in the folder":
+        weights = weights.rename(tmp_path / "weights.safetensors")
+    if where == "behind a link":
+        (first / "model.safetensors").symlink_to(weights)
+    elif where == "outside, by the index":
+        weight_map = dict.fromkeys(ModelMap.from_hf(first).hf_shapes, "../weights.safetensors")
+        (first / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    stopped(first, target, options)
+    change(weights)
     hf_to_megatron(first, target, options, show=False)
     assert verify(first, target, show=False).differences == []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from megarl.convert.hf_to_megatron import hf_to_megatron
 from megarl.convert.inspect import inspect
 from megarl.convert.megatron_to_hf import megatron_to_hf
 from megarl.convert.verify import verify
+from megarl.errors import UserError
 from megarl.models.heads import make_tiny_reward
 from megarl.models.tiny import RECIPES, make_tiny, tiny_config
 from tests.distributed import free_port, run_ranks
@@ -126,6 +128,22 @@ def test_training_goes_on_as_if_it_had_not_stopped(case: str, tmp_path: Path) ->
     back = megatron_to_hf(tmp_path / "straight", tmp_path / "back", config=folder, show=False)
     assert verify(tmp_path / "straight", back, config=folder, show=False).differences == []
     assert "tensors of state" in inspect(tmp_path / "straight", folder)[-1]
+    altered_states_are_for_verify_and_altered_weights_for_all(tmp_path / "straight", folder)
+
+
+def altered_states_are_for_verify_and_altered_weights_for_all(saved: Path, config: Path) -> None:
+    """By the checksums that training writes: a conversion looks at the weights', `verify` at all."""
+    for of_state in (True, False):
+        keys = [key for key in DistReader(saved).tensors if key.startswith("optimizer.") == of_state]
+        chunk = DistReader(saved).tensors[keys[-1]].chunks[-1]
+        with (saved / chunk.file).open("r+b") as file:
+            file.seek(chunk.start + chunk.length // 2)
+            file.write(b"?!")
+        target = saved.with_name(f"altered-{of_state}")
+        with nullcontext() if of_state else pytest.raises(UserError, match="its checksum is not the one"):
+            megatron_to_hf(saved, target, config=config, show=False)
+        with pytest.raises(UserError, match=f"{chunk.file} is damaged: its checksum is not the one"):
+            verify(config, saved, config=config, show=False)
 
 
 @pytest.mark.parametrize("shape", [(7,), (5, 3), (4, 1), (1, 6), (3, 2, 5)])

@@ -1,0 +1,143 @@
+"""Files that are not what was written: those of a checkpoint of training, by its checksums, and what lies beside the weights."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl import cli
+from megarl.bridge.torch_dist import COMMON, METADATA, DistReader
+from megarl.bridge.torch_dist_write import checksum, checksums, write_checksums
+from megarl.convert.megatron_to_hf import megatron_to_hf
+from megarl.convert.verify import verify
+from megarl.errors import UserError
+
+FIRST = "__0_0.distcp"
+
+
+@pytest.fixture
+def trained(megatron: Path, tmp_path: Path) -> Path:
+    """As training leaves it: behind the weights of a file come states of an optimizer, and all have checksums."""
+    folder = shutil.copytree(megatron, tmp_path / "trained")
+    sums: dict[str, Any] = {name: checksum(folder / name) for name in (METADATA, COMMON)}
+    for path in folder.glob("*.distcp"):
+        front = path.stat().st_size
+        with path.open("ab") as file:
+            file.write(bytes(1000))
+        whole, of_front = checksums(path, front)
+        assert of_front != whole == checksum(path)
+        sums[path.name] = (whole, front, of_front)
+    write_checksums(folder, sums)
+    return folder
+
+
+def flip(path: Path, place: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(place, os.SEEK_SET if place >= 0 else os.SEEK_END)
+        (byte,) = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+
+
+def said_of(path: Path) -> str:
+    return f"{path} is damaged: its checksum is not the one it was written with."
+
+
+def test_a_weight_that_was_altered_is_told_by_conversion_and_verify(trained: Path, hf: Path, tmp_path: Path) -> None:
+    back = megatron_to_hf(trained, tmp_path / "back", show=False)
+    assert verify(trained, back, show=False).differences == []
+    chunk = DistReader(trained).tensors["decoder.layers.mlp.linear_fc2.weight"].chunks[-1]
+    flip(trained / chunk.file, chunk.start + chunk.length // 2)
+    for act in (
+        lambda: megatron_to_hf(trained, tmp_path / "target", show=False),
+        lambda: verify(trained, back, show=False),
+        lambda: verify(hf, trained, show=False),
+    ):
+        with pytest.raises(UserError) as error:
+            act()
+        assert str(error.value) == said_of(trained / chunk.file)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "trained"]
+
+
+def test_a_conversion_does_not_read_the_optimizer_and_verify_does(trained: Path, tmp_path: Path) -> None:
+    flip(trained / FIRST, -1)
+    back = megatron_to_hf(trained, tmp_path / "back", show=False)
+    with pytest.raises(UserError) as error:
+        verify(back, trained, show=False)
+    assert str(error.value) == said_of(trained / FIRST)
+
+
+def test_checksums_of_whole_files_alone_count_too(trained: Path, tmp_path: Path) -> None:
+    """As megarl wrote them before it wrote those of the weights."""
+    files = [METADATA, COMMON, *(path.name for path in trained.glob("*.distcp"))]
+    write_checksums(trained, {name: checksum(trained / name) for name in files})
+    megatron_to_hf(trained, tmp_path / "back", show=False)
+    flip(trained / FIRST, -1)
+    with pytest.raises(UserError, match="its checksum is not the one"):
+        megatron_to_hf(trained, tmp_path / "target", show=False)
+
+
+@pytest.mark.parametrize("text", ["[" * 10, "[]", '{"__0_0.distcp": "x"}', '{"__0_0.distcp": [1, 2]}'])
+def test_checksums_that_are_none_are_told(text: str, trained: Path, tmp_path: Path) -> None:
+    (trained / "checksums.json").write_text(text)
+    with pytest.raises(UserError, match=r"checksums.json cannot be read"):
+        megatron_to_hf(trained, tmp_path / "target", show=False)
+
+
+def zero(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+BESIDE = {
+    "common.pt zeroed": (COMMON, zero, "{path} is damaged at byte 0: nothing is saved there (File is not a zip file)."),
+    "common.pt removed": (COMMON, Path.unlink, "{folder} holds no common.pt, without which Megatron does not load it."),
+    "objects zeroed": ("__5_0.distcp", zero, "{path} is damaged at byte 0: nothing is saved there (File is not a zip"),
+    "a tokenizer zeroed": ("tokenizer.json", zero, "differs: {path} is damaged: it is no JSON"),
+    "a tokenizer emptied": ("tokenizer_config.json", empty, "differs: {path} is damaged: it is no JSON"),
+    "a tokenizer removed": ("tokenizer.json", Path.unlink, "differs: {folder} has no tokenizer.json"),
+    "a tokenizer altered": (
+        "tokenizer.json",
+        lambda path: path.write_text(path.read_text().replace('"<', '"(')),
+        "differs: tokenizer.json differs",
+    ),
+    "a generation config altered": (
+        "generation_config.json",
+        lambda path: path.write_text('{"temperature": 2}'),
+        "differs: generation_config.json differs",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BESIDE)
+def test_what_lies_beside_the_weights_is_verified(
+    what: str, hf: Path, megatron: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, spoil, words = BESIDE[what]
+    folder = shutil.copytree(megatron, tmp_path / "megatron")
+    spoil(folder / name)
+    code = cli.main(["convert", "verify", str(hf), str(folder)])
+    said = capsys.readouterr()
+    assert words.format(folder=folder, path=folder / name) in (said.out if code == 1 else said.err)
+    assert code == (1 if words.startswith("differs") else 2) and said.err.count("\n") == code - 1
+
+
+def test_the_same_json_written_otherwise_and_a_bare_checkpoint_are_no_difference(
+    hf: Path, megatron: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(megatron, tmp_path / "megatron")
+    path = folder / "tokenizer_config.json"
+    path.write_text(path.read_text().replace("\n", "\n "))
+    assert (verify(hf, folder, show=False).differences, verify(hf, folder, show=False).notes) == ([], [])
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        (folder / name).unlink()
+    result = verify(hf, folder, show=False)
+    assert result.differences == []
+    assert result.notes == [f"{folder} has no tokenizer, so there was none to compare"]
