@@ -78,12 +78,14 @@ class Unfinished:
         self._plan.write_text(json.dumps(plan), encoding="utf-8")
 
     def publish(self, *, durable: bool) -> None:
-        """The folder is whole: it gets its name. `durable`: it is on the disk before."""
+        """The folder is whole: it gets its name. `durable`: it is on the disk before, and its name when this returns."""
         if durable:
             self._sync_rest()
         if self.target.is_dir():
             self.target.rmdir()  # an empty one
         self.files.rename(self.target)
+        if durable:
+            _synced(self.target.parent)  # which holds the name
         self.discard()
 
     def _sync_rest(self) -> None:
@@ -102,21 +104,24 @@ class Unfinished:
 def unfinished(target: Path, plan: Mapping[str, Any], among: Processes) -> Iterator[Unfinished]:
     """The folder to write in, for all processes; it is kept after a kill or a full disk, and thrown away where the input is wrong.
 
-    Raises UserError where the target exists, or where another process is making it.
+    The first process makes it while nobody else has its lock, then all share the lock for as long as they live: so nobody takes the
+    folder over while one of them may still write in it, be it that the first has died. Raises UserError where the target exists, or
+    where another conversion is making it.
     """
     growing = Unfinished(target)
     lock = None
-    problem: BaseException | None = None
-    if among.first:
-        try:
-            lock = _begun(growing, plan)
-        except (UserError, OSError) as error:
-            problem = error if isinstance(error, UserError) else _cannot(target, error)
-    among.agree(problem)
     try:
+        for turn in (among.first, not among.first):
+            problem: BaseException | None = None
+            try:
+                if turn:
+                    lock = _begun(growing, plan) if among.first else _joined(growing)
+            except (UserError, OSError) as error:
+                problem = error if isinstance(error, UserError) else _cannot(target, error)
+            among.agree(problem)
         yield growing
     except UserError:
-        if among.first:
+        if among.first and lock is not None:
             growing.discard()
         raise
     finally:
@@ -125,6 +130,29 @@ def unfinished(target: Path, plan: Mapping[str, Any], among: Processes) -> Itera
 
 
 def _begun(growing: Unfinished, plan: Mapping[str, Any]) -> int:
+    """The lock, shared, of a folder that was made or taken up while nobody else had it."""
+    _demand_free(growing)
+    growing.root.mkdir(parents=True, exist_ok=True)
+    lock = _locked(growing, fcntl.LOCK_EX)
+    try:
+        _demand_free(growing)  # nobody has finished it since
+        growing.begin(plan)
+        _lock(lock, fcntl.LOCK_SH, growing)
+    except BaseException:
+        os.close(lock)
+        raise
+    return lock
+
+
+def _joined(growing: Unfinished) -> int:
+    """The lock, shared with the process that made the folder."""
+    if not (growing.root / "lock").exists():
+        raise UserError(f"{growing.target} cannot be made: it must lie where all processes see the same files.")
+    return _locked(growing, fcntl.LOCK_SH)
+
+
+def _demand_free(growing: Unfinished) -> None:
+    """Raises UserError unless the target can still be made."""
     target = growing.target
     if target.is_symlink():  # that leads back to itself: any other has been followed
         raise UserError(f"{target} cannot be made: it is a symbolic link to itself.")
@@ -132,15 +160,38 @@ def _begun(growing: Unfinished, plan: Mapping[str, Any]) -> int:
         if growing.root.exists() and not growing.files.exists():
             growing.discard()  # killed between getting its name and clearing up
         raise UserError(f"{target} exists already and is not overwritten.")
-    growing.root.mkdir(parents=True, exist_ok=True)
-    lock = os.open(growing.root / "lock", os.O_CREAT | os.O_RDWR)
+    if target.is_mount():
+        raise UserError(
+            f"{target} is a mount point, in whose place no folder can be put: name one that is to be made in it."
+        )
+
+
+def _locked(growing: Unfinished, kind: int) -> int:
+    """The lock's file, opened and locked."""
+    path = growing.root / "lock"
+    lock = os.open(path, os.O_CREAT | os.O_RDWR)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+        _lock(lock, kind, growing)
+        if not path.exists() or os.fstat(lock).st_ino != path.stat().st_ino:
+            raise _taken(growing)  # whose folder this was has just cleared it away
+    except BaseException:
         os.close(lock)
-        raise UserError(f"another process is making {target}.") from None
-    growing.begin(plan)
+        raise
     return lock
+
+
+def _lock(lock: int, kind: int, growing: Unfinished) -> None:
+    try:
+        fcntl.flock(lock, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise _taken(growing) from None
+
+
+def _taken(growing: Unfinished) -> UserError:
+    return UserError(
+        f"another process is making {growing.target}: wait for it, or end it (of a conversion by torchrun that was killed some "
+        "processes may be left)."
+    )
 
 
 def _boot() -> str:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from megarl.convert.verify import verify
 from megarl.convert.work import Options
 from megarl.errors import UserError
 from megarl.models.tiny import random_weights, tiny_config
+from tests.distributed import free_port
 
 ROOT = Path(__file__).parents[2]
 SHARD_GB = 0.0005
@@ -46,16 +47,26 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def started(direction: str, source: Path, target: Path) -> subprocess.Popen[bytes]:
+def started(
+    direction: str, source: Path, target: Path, variables: Mapping[str, str] | None = None, more: Sequence[str] = ()
+) -> subprocess.Popen[bytes]:
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return subprocess.Popen(
         [
             *(sys.executable, "-m", "megarl.cli", "convert", direction, source, target),
-            *("--quiet", "--shard-gb", str(SHARD_GB)),
+            *("--quiet", "--shard-gb", str(SHARD_GB), *more),
         ],
-        env=os.environ | {"PYTHONPATH": path},
+        env=os.environ | {"PYTHONPATH": path, **(variables or {})},
         stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
     )
+
+
+def said(process: subprocess.Popen[bytes]) -> bytes:
+    """Its sentences, without what libraries log."""
+    assert process.stderr is not None
+    lines = process.stderr.read().splitlines(keepends=True)
+    return b"".join(line for line in lines if line.startswith((b"megarl", b"Traceback")))
 
 
 def kill_once(direction: str, source: Path, target: Path, files: int, wait: float = 0.0) -> set[str]:
@@ -181,6 +192,46 @@ def test_two_at_once_do_not_write_over_each_other(hf: Path, tmp_path: Path) -> N
         pytest.raises(UserError, match="another process is making"),
     ):
         hf_to_megatron(hf, tmp_path / "target", show=False)
+
+
+def test_a_process_that_is_left_of_a_killed_conversion_keeps_the_folder(hf: Path, tmp_path: Path) -> None:
+    """The first process is gone, whose lock it was before; another one may still be writing."""
+    target, options = tmp_path / "target", Options(shard_bytes=300_000)
+    stopped(hf, target, options)
+    growing = Unfinished(target)
+    left = unfinished._joined(growing)
+    before = {path: path.stat().st_mtime_ns for path in growing.root.rglob("*")}
+    for other in (options, Options(dtype=torch.bfloat16)):
+        with pytest.raises(UserError, match=r"another process is making .*target: wait for it, or end it"):
+            hf_to_megatron(hf, target, other, show=False)
+    assert {path: path.stat().st_mtime_ns for path in growing.root.rglob("*")} == before
+    os.close(left)
+    hf_to_megatron(hf, target, options, show=False)
+    assert verify(hf, target, show=False).differences == []
+
+
+@pytest.mark.slow
+def test_the_rest_of_a_killed_torchrun_is_waited_for_and_says_one_sentence(large: Path, tmp_path: Path) -> None:
+    """The first of two processes is killed, the second goes on (and is held a moment), and a conversion of another dtype is begun."""
+    target, port = tmp_path / "target", str(free_port())
+    meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    first, second = (started("hf-to-megatron", large, target, {**meeting, "RANK": str(rank)}) for rank in range(2))
+    done = tmp_path / ".target.unfinished" / "done"
+    while first.poll() is None and not (done / "__1_0.distcp.json").exists():
+        time.sleep(0.001)
+    second.send_signal(signal.SIGSTOP)
+    first.kill()
+    first.wait()
+    another = started("hf-to-megatron", large, target, more=["--dtype", "float16"])
+    assert another.wait() == 2 and b"another process is making" in said(another)
+    second.send_signal(signal.SIGCONT)
+    assert second.wait() == 1
+    assert said(second) == b"megarl: process 1 of 2: another process of this conversion has ended.\n"
+    kept = len(list(done.glob("*.json")))
+    assert kept >= 1
+    assert started("hf-to-megatron", large, target, more=["--dtype", "float16"]).wait() == 0
+    reference = hf_to_megatron(large, tmp_path / "reference", Options(dtype=torch.float16), show=False)
+    assert verify(reference, target, show=False).differences == []
 
 
 @pytest.mark.slow
