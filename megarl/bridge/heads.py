@@ -57,14 +57,27 @@ class Head:
         return replace(family, rules=(*rules, *added)), replace(dims, labels=self.labels)
 
     def exported(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Fields of config.json that make of a body's configuration one of the model with this head, as transformers reads it."""
+        """Fields of config.json that make of a body's configuration one of the model with this head, as transformers reads it. What
+        the configuration already says of so many labels stays."""
         base = find_family(body(config)).architecture.removesuffix(_BODY)
+        named = {"architectures": [base + (_WITH_BIAS if self.bias else _WITHOUT_BIAS)]}
+        if _labels(config) == self.labels:
+            return named
         labels = {str(number): f"LABEL_{number}" for number in range(self.labels)}
-        return {
-            "architectures": [base + (_WITH_BIAS if self.bias else _WITHOUT_BIAS)],
-            "id2label": labels,
-            "label2id": {label: int(number) for number, label in labels.items()},
-        }
+        counted = {"num_labels": self.labels} if "num_labels" in config else {}
+        return {**named, **counted, "id2label": labels, "label2id": {label: int(n) for n, label in labels.items()}}
+
+
+def _labels(config: Mapping[str, Any]) -> int | None:
+    """How many labels a config.json tells of, by which transformers makes a classifier; None: it is none's."""
+    names, count = config.get("id2label"), config.get("num_labels")
+    if isinstance(names, Mapping):
+        return len(names)
+    if isinstance(count, int):
+        return count
+    return (
+        2 if _base(config) + _BODY not in (config.get("architectures") or [_BODY]) else None
+    )  # what transformers takes
 
 
 def megatron_name(name: str) -> str:
@@ -82,9 +95,14 @@ def body(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _base(config: Mapping[str, Any]) -> str:
     """Qwen3ForSequenceClassification is Qwen3, what names no architecture is nothing."""
-    named = config.get("architectures") or [""]
-    first = named[0] if isinstance(named, list) and isinstance(named[0], str) else ""
+    first = _architecture(config)
     for ending in (_WITHOUT_BIAS, _WITH_BIAS, _BODY):
         if first.endswith(ending):
             return first.removesuffix(ending)
     return first
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    """The first that is named."""
+    named = config.get("architectures") or [""]
+    return named[0] if isinstance(named, list) and isinstance(named[0], str) else ""

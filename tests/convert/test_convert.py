@@ -276,6 +276,42 @@ def test_score_heads_travel(make: Any, tmp_path: Path) -> None:
     assert json.loads((back / "config.json").read_text())["architectures"] == [f"Qwen3For{kind}Classification"]
 
 
+NAMED = {"id2label": {"0": "bad", "1": "good"}, "label2id": {"bad": 0, "good": 1}}
+LABELS: dict[str, tuple[int, dict[str, Any]]] = {  # scores, and what config.json says of them
+    "names": (2, NAMED),
+    "a number": (3, {"num_labels": 3}),
+    "nothing, which is two": (2, {}),
+    "names and a number": (2, {**NAMED, "num_labels": 2}),
+    "what kind of problem": (2, {**NAMED, "problem_type": "single_label_classification"}),
+}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("what", LABELS)
+def test_what_config_json_says_of_labels_comes_back(what: str, bias: bool, tmp_path: Path) -> None:
+    labels, says = LABELS[what]
+    source = make_tiny_reward("qwen2", tmp_path / "hf", labels=labels, bias=bias)
+    config = json.loads((source / "config.json").read_text())
+    config = {key: value for key, value in config.items() if key not in NAMED} | says
+    (source / "config.json").write_text(json.dumps(config))
+    back = megatron_to_hf(hf_to_megatron(source, tmp_path / "m", show=False), tmp_path / "back", show=False)
+    assert json.loads((back / "config.json").read_text()) == config
+    result = verify(source, back, show=False)
+    assert (result.differences, result.notes) == ([], [])
+
+
+def test_labels_that_do_not_fit_the_head_are_counted_anew(tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    source = make_tiny_reward("qwen2", tmp_path / "hf", labels=3)
+    config = json.loads((source / "config.json").read_text()) | NAMED | {"num_labels": 2}
+    (source / "config.json").write_text(json.dumps(config))
+    back = megatron_to_hf(hf_to_megatron(source, tmp_path / "m", show=False), tmp_path / "back", show=False)
+    found = json.loads((back / "config.json").read_text())
+    assert found["num_labels"] == len(found["id2label"]) == len(found["label2id"]) == 3
+    assert AutoModelForSequenceClassification.from_pretrained(back).score.out_features == 3
+
+
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-moe-mixed", "deepseek"])
 @pytest.mark.parametrize("convention", ["by layer", "by expert", "halves", "local names", "prefixed axes"])
 def test_whatever_keys_a_checkpoint_has_they_are_found(name: str, convention: str, tmp_path: Path) -> None:
