@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -182,12 +182,25 @@ def find_family(config: Mapping[str, Any]) -> Family:
     named = config.get("architectures") or []
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
         raise UserError(f"config.json: architectures = {named!r} must be a list of names.")
-    for architecture in named:
-        if architecture in known:
-            return known[architecture]
+    found = [known[architecture] for architecture in dict.fromkeys(named) if architecture in known]
+    if len(found) > 1:
+        raise UserError(f"config.json: architectures = {named!r} names models of more than one family.")
+    if found:
+        _demand_type(config, found[0], [family.model_type for family in known.values()])
+        return found[0]
     if not named:
         for family in known.values():
             if family.model_type == config.get("model_type"):
                 return family
     what = ", ".join(named) or f"of type {config.get('model_type')!r}"
     raise UserError(f"The model is a {what}; megarl knows {', '.join(sorted(known))}.")
+
+
+def _demand_type(config: Config, family: Family, types: Collection[str]) -> None:
+    """`transformers` goes by the model type. A model with code of its own may call itself as it likes, but not as another family."""
+    kind = config.get("model_type")
+    if kind not in (None, family.model_type) and ("auto_map" not in config or kind in types):
+        raise UserError(
+            f"config.json: model_type = {kind!r} and architectures = [{family.architecture!r}] disagree: the type of that "
+            f"architecture is {family.model_type!r}."
+        )

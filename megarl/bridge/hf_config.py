@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.bridge.family import Dims, Family
+from megarl.bridge.fields import faults, short
 from megarl.errors import UserError
 
 SIZES = {
@@ -123,14 +124,15 @@ def check_fields(family: Family, config: Mapping[str, Any]) -> None:
             allowed = requires[key]
             # A list field (layer_types) holds one value a layer.
             if not all(item in allowed for item in (value if isinstance(value, list) else [value])):
-                problems.append(f"{key} = {value!r} is not supported (supported: {', '.join(map(repr, allowed))})")
+                problems.append(f"{key} = {short(value)} is not supported (supported: {', '.join(map(repr, allowed))})")
         elif key == "quantization_config":
             problems.append(
                 "the weights are quantised: give the unquantised checkpoint; from mxfp4 or fp8 `megarl convert hf-to-megatron` and "
                 "`megatron-to-hf` make one"
             )
         elif key not in READ | NEUTRAL | family.ignores | family.understands:
-            problems.append(f"the field {key} = {value!r} is not understood")
+            problems.append(f"the field {key} = {short(value)} is not understood")
+    problems += faults(config, (READ | family.understands) - requires.keys())
     if problems:
         raise UserError(f"config.json of a {family.architecture}: {'; '.join(problems)}.")
 

@@ -26,8 +26,6 @@ def _window_base(config: Config) -> float:
     base = windowed.pop("rope_theta", config.get("rope_local_base_freq", 10_000.0))
     if windowed not in ({}, {"rope_type": "default"}):
         raise UserError(f"config.json: rope scaling of layers with a sliding window ({windowed}) is not supported.")
-    if isinstance(base, bool) or not isinstance(base, int | float) or base <= 0:
-        raise UserError(f"config.json: rope_local_base_freq = {base!r} must be a number above 0.")
     return float(base)
 
 
@@ -41,8 +39,6 @@ def _both(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _settings(config: Config) -> dict[str, Any]:
     every = config.get("sliding_window_pattern", config.get("_sliding_window_pattern", 6))
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise UserError(f"config.json: sliding_window_pattern = {every!r} must be a positive whole number.")
     windows = window_settings(config, 4096, sliding_layers(config, every))
     return {
         **gemma.scales(config),

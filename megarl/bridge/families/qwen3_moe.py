@@ -13,8 +13,6 @@ from megarl.errors import UserError
 def _layers(config: Config, sizes: Mapping[str, int]) -> dict[str, Any]:
     """Every `decoder_sparse_step`th layer has experts, but for those of `mlp_only_layers`."""
     step, plain = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
-    if isinstance(step, bool) or not isinstance(step, int) or step < 1:
-        raise UserError(f"config.json: decoder_sparse_step = {step!r} must be a positive whole number.")
     if not isinstance(plain, list) or not all(isinstance(layer, int) for layer in plain):
         raise UserError(f"config.json: mlp_only_layers = {plain!r} must be a list of layer numbers.")
     pattern = ((layer + 1) % step == 0 and layer not in plain for layer in range(sizes["layers"]))

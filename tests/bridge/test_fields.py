@@ -1,0 +1,94 @@
+"""Values of config.json that are not of their field's kind: one sentence that names the field, the value and what would be right."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import pytest
+
+from megarl.bridge.family import families
+from megarl.bridge.fields import COUNT, KINDS, NAME, NOT_NEGATIVE, OBJECT, ROPE_KINDS, Kind
+from megarl.bridge.hf_config import READ
+from megarl.bridge.model_map import ModelMap
+from megarl.errors import UserError
+from megarl.models.tiny import RECIPES, tiny_config
+
+LISTS = {"layer_types", "mlp_only_layers"}  # whose lengths and items their families look at
+
+
+def wrong(kind: Kind) -> list[Any]:
+    """Values that are not of a kind."""
+    found: list[Any] = ["1e-6", "false", [1], {"a": 1}, math.nan, math.inf, -1, -0.5, 0, 10**400, 1.5, 1, True, ""]
+    return [value for value in found if not kind.fits(value)] + ([] if kind.nullable else [None])
+
+
+def test_a_kind_takes_what_it_says() -> None:
+    for kind in {*KINDS.values(), *ROPE_KINDS.values()}:
+        taken = {
+            str(value)
+            for value in (-1, 0, 0.5, 1, 2**63, math.nan, math.inf, True, "", "a", [], {})
+            if kind.fits(value)
+        }
+        if "number" in kind.what:
+            least = {"0"} if kind in (COUNT, NOT_NEGATIVE) else set()
+            assert taken == least | {"1", str(2**63)} | (set() if "whole" in kind.what else {"0.5"})
+        else:
+            assert taken == ({"", "a"} if kind == NAME else {"{}"} if kind == OBJECT else {"True"})
+
+
+@pytest.mark.parametrize("family", RECIPES)
+def test_every_field_that_a_family_reads_is_checked(family: str) -> None:
+    config = tiny_config(family)
+    found = families()[config["architectures"][0]]
+    for field in sorted((READ | found.understands) - LISTS - found.requires.keys()):
+        for value in wrong(KINDS[field]):
+            refused({**config, field: value}, field, KINDS[field])
+
+
+@pytest.mark.parametrize("inside", ["rope_scaling", "rope_parameters"])
+def test_what_is_said_of_positions_is_checked(inside: str) -> None:
+    for field, kind in ROPE_KINDS.items():
+        for value in wrong(kind):
+            refused({**tiny_config("llama"), inside: {field: value}}, f"{inside}.{field}", kind)
+    nested = {"rope_parameters": {"full_attention": {"rope_theta": 0}}}
+    refused({**tiny_config("gemma3"), **nested}, "rope_parameters.full_attention.rope_theta", ROPE_KINDS["rope_theta"])
+
+
+def refused(config: dict[str, Any], field: str, kind: Kind) -> None:
+    with pytest.raises(UserError, match=rf"\b{re.escape(field)} = .* must be {re.escape(kind.what)}") as error:
+        ModelMap.from_hf(config)
+    assert len(str(error.value)) < 200 and "\n" not in str(error.value)
+
+
+def test_a_type_that_is_not_the_architectures_is_refused() -> None:
+    config = tiny_config("qwen3")
+    for kind in ("llama", "kimi", 3, ["qwen3"]):
+        with pytest.raises(
+            UserError, match=r"model_type = .* and architectures = \['Qwen3ForCausalLM'\] disagree: .*'qwen3'"
+        ):
+            ModelMap.from_hf({**config, "model_type": kind})
+    del config["model_type"]
+    ModelMap.from_hf(config)
+    ModelMap.from_hf({**config, "model_type": "kimi", "auto_map": {}})  # code of its own
+    with pytest.raises(UserError, match="disagree"):
+        ModelMap.from_hf({**config, "model_type": "llama", "auto_map": {}})
+    with pytest.raises(UserError, match="names models of more than one family"):
+        ModelMap.from_hf({**config, "architectures": ["Qwen3ForCausalLM", "LlamaForCausalLM"]})
+
+
+def test_all_that_is_wrong_is_said_at_once() -> None:
+    config = {
+        **tiny_config("qwen3"),
+        "rms_norm_eps": -1,
+        "tie_word_embeddings": "false",
+        "rope_theta": 0,
+        "surprise": 1,
+    }
+    with pytest.raises(UserError) as error:
+        ModelMap.from_hf(config)
+    assert str(error.value) == (
+        "config.json of a Qwen3ForCausalLM: the field surprise = 1 is not understood; rms_norm_eps = -1 must be a finite number "
+        "above 0; rope_theta = 0 must be a finite number above 0, or null; tie_word_embeddings = 'false' must be true or false."
+    )
