@@ -1,18 +1,21 @@
 """The `megarl` command. Heavy parts are imported by the command that needs them, so that help and errors come at once.
 
-Exit codes: 0 done; 1 the run failed (RunError) or a bug; 2 the input is wrong (UserError); 130 interrupted.
+Exit codes: 0 done; 1 the run failed (RunError) or a bug; 2 the input is wrong (UserError); 130 interrupted; 141 who read the output
+has gone (`megarl … | head`), which ends it without a word.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import select
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from megarl import __version__
 from megarl.convert import command as convert
@@ -22,6 +25,23 @@ from megarl.plan import command as plan
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and answers its exit code. A wrong command line ends in argparse's own SystemExit(2)."""
+    try:
+        try:
+            return _run(argv)
+        finally:
+            if sys.stdout is not None:  # it is where the shell has closed it
+                sys.stdout.flush()  # else Python does, at its end, and tells of what goes wrong in its own words
+    except OSError as error:  # of the output: all others are told by `guarded`
+        for stream in (stream for stream in (sys.stdout, sys.stderr) if stream is not None and _is_gone(stream)):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # for what Python has still to write
+        if isinstance(error, BrokenPipeError):
+            return 128 + signal.SIGPIPE
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _complain(f"the output could not be written: {error.strerror or error}.")
+        return 1
+
+
+def _run(argv: Sequence[str] | None) -> int:
     # Read by torch when it first allocates: large tensors get huge pages, of which the kernel has 512 times fewer to clear.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     parser = _parser()
@@ -52,10 +72,22 @@ def guarded(what: str, command: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         _complain("interrupted")
         return 130
-    except Exception:  # noqa: BLE001 nothing may end without a word to the user
+    except Exception as error:  # nothing may end without a word to the user
+        if isinstance(error, BrokenPipeError) and any(map(_is_gone, (sys.stdout, sys.stderr))):
+            raise
         traceback.print_exc()
         _complain(f"this is a bug in megarl {__version__}; please report it with the lines above")
         return 1
+
+
+def _is_gone(stream: IO[str] | None) -> bool:
+    """Whether nobody can read any more what is written."""
+    try:
+        poll = select.poll()
+        poll.register(stream.fileno() if stream is not None else -1, 0)
+        return any(event & select.POLLERR for _, event in poll.poll(0))
+    except (OSError, ValueError):  # no file of the system's
+        return False
 
 
 def _complain(text: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,7 +13,7 @@ from megarl.bridge.hf_io import ShardFile
 from megarl.bridge.out_file import Blocks
 from megarl.bridge.torch_dist_write import ChunkFile
 from megarl.convert.processes import Processes
-from megarl.convert.progress import ByteProgress
+from megarl.convert.progress import ByteProgress, tell
 from megarl.convert.source import Source
 from megarl.convert.unfinished import Unfinished, not_written, unfinished
 from megarl.convert.whole import looking
@@ -67,7 +66,7 @@ def carry_out(job: Job[Item, File], target: Path, among: Processes, *, show: boo
         with unfinished(target, plan, among) as growing:
             if show and among.first:
                 for note in job.origin.notes:
-                    print(f"note: {note}", file=sys.stderr)
+                    tell(f"note: {note}")
             mine = growing.left(mine, show=show and among.first)
             total = sum(job.bytes(item) for name in mine for item in job.files[name])
             problem: BaseException | None = None

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import suppress
 from types import TracebackType
 from typing import Self, TextIO
 
 from megarl.observe.progress import clock
 
 MOVES, STAYS = 0.2, 10.0  # seconds between lines, in a terminal and elsewhere
+
+
+def tell(text: str) -> None:
+    """A line on stderr, be it read or not."""
+    with suppress(BrokenPipeError):
+        print(text, file=sys.stderr)
 
 
 class ByteProgress:
@@ -48,9 +55,10 @@ class ByteProgress:
             self._out.write("\r")
 
     def _print(self, text: str) -> None:
-        if self._moves:
-            self._out.write("\r" + text.ljust(self._width))
-            self._width = max(self._width, len(text))
-        else:
-            self._out.write(text + "\n")
-        self._out.flush()
+        with suppress(BrokenPipeError):  # nobody reads it: no reason to stop
+            if self._moves:
+                self._out.write("\r" + text.ljust(self._width))
+                self._width = max(self._width, len(text))
+            else:
+                self._out.write(text + "\n")
+            self._out.flush()

@@ -6,7 +6,6 @@ import fcntl
 import json
 import os
 import shutil
-import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.convert.processes import Processes
+from megarl.convert.progress import tell
 from megarl.errors import RunError, UserError
 
 
@@ -43,7 +43,7 @@ class Unfinished:
         """Those of a process's files that are not finished; `show`: it says so where some are."""
         left = [name for name in names if self.record(name) is None]
         if show and len(left) < len(names):
-            print(f"going on: {len(names) - len(left)} of {len(names)} files are there already", file=sys.stderr)
+            tell(f"going on: {len(names) - len(left)} of {len(names)} files are there already")
         return left
 
     def finished(self, name: str, *, durable: bool, **record: Any) -> None:

@@ -91,6 +91,39 @@ def test_each_error_has_its_exit_code_and_no_traceback(
     assert capsys.readouterr().err == said
 
 
+@pytest.mark.parametrize(
+    ("args", "closed"),
+    [(["models", "list"], "stdout"), (["--help"], "stdout"), (["models", "get", "nothing"], "stderr")],
+)
+def test_output_that_nobody_reads_ends_quietly(
+    args: list[str], closed: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w", buffering=1 if closed == "stderr" else -1) as pipe:
+        monkeypatch.setattr(sys, closed, pipe)
+        assert cli.main(args) == 141
+        pipe.write("what Python says at its end\n")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_output_that_the_disk_does_not_take_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert cli.main(["models", "list"]) == 1
+    assert capsys.readouterr().err == "megarl: the output could not be written: No space left on device.\n"
+
+
+def test_another_broken_pipe_is_not_taken_for_it(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> int:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    assert cli.guarded("cannot run", fail) == 1
+    assert "this is a bug in megarl" in capsys.readouterr().err
+
+
 def test_a_bug_is_called_a_bug(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.guarded("cannot run", lambda: 1 // 0) == 1
     said = capsys.readouterr().err
