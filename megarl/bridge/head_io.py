@@ -70,7 +70,7 @@ class HeadReader(HFReader):
             return _Made(self._made[name])
         if name not in self._theirs:
             raise UserError(f"{self.folder} holds no tensor {name}.")
-        return self._open(self._file_of[name]).get_slice(self._theirs[name])
+        return self._stored(self._file_of[name], self._theirs[name])
 
     def _place(self, name: str) -> tuple[str, str] | None:
         return None if name in self._made else (self._file_of[name], self._theirs[name])

@@ -26,6 +26,9 @@ from megarl.errors import RunError, UserError
 INDEX = "model.safetensors.index.json"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _Starts = dict[str, tuple[int, Shape, str]]  # of a file's tensors: first byte, shape, dtype in the file's words
+# What quantised weights are stored as beside these.
+_READ = {**DTYPES, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn}
+_AT_ONCE = 256 << 10  # elements that are read where the dtype changes: they stay in a core's cache
 _KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
 SHARD_BYTES = 5_000_000_000
 # What belongs to a checkpoint besides its weights; the folder's own records (sha256.json) and documents stay behind.
@@ -72,38 +75,51 @@ class HFReader:
         return self.get_slice(name, tuple(slice(0, size) for size in self.shape(name)))
 
     def get_slice(self, name: str, region: tuple[slice, ...]) -> Tensor:
-        """A region of a tensor, in the checkpoint's dtype; only its pages are read."""
+        """A region of a tensor, in the checkpoint's dtype: read, or of small parts of rows only the pages that hold them, mapped."""
         tensor: Tensor = self._slice(name)[region]
         return tensor
 
     def read(self, name: str, region: tuple[slice, ...], out: Tensor) -> None:
-        """Fills `out` with a region of a tensor: whole rows of the dtype that it has straight from the file, else through the map."""
-        runs = self.runs(name, region, out.dtype) if out.is_contiguous() and not out.is_cuda else None
+        """Fills `out` with a region of a tensor: whole rows straight from the file, some at a time where the dtype changes."""
+        runs = self.runs(name, region, self.dtype(name)) if out.is_contiguous() and not out.is_cuda else None
         if runs is None:
             out.copy_(self.get_slice(name, region))
-            return
-        with reading(runs[0].path, RunError):
-            whole = read_exactly(runs[0].file, runs[0].start, out)
+        elif out.dtype == self.dtype(name):
+            self._fill(runs[0], out)
+        else:
+            flat, start = out.view(-1), runs[0].start
+            block = torch.empty(min(len(flat), _AT_ONCE), dtype=self.dtype(name))
+            for part in flat.split(_AT_ONCE):
+                self._fill(runs[0]._replace(start=start), block[: len(part)])
+                part.copy_(block[: len(part)])
+                start += len(part) * block.itemsize
+
+    def _fill(self, run: Run, out: Tensor) -> None:
+        with reading(run.path, RunError):
+            whole = read_exactly(run.file, run.start, out)
         if not whole:
-            raise UserError(f"{runs[0].path} is damaged or cut short.")
+            raise UserError(f"{run.path} is damaged or cut short.")
 
     def runs(self, name: str, region: tuple[slice, ...], dtype: torch.dtype) -> list[Run] | None:
         """Where the bytes of a region lie, one run: of whole rows that are stored as `dtype`; None: of any other."""
         place = self._place(name)
-        if place is None:
+        if place is None or self.dtype(name) != dtype or any(s.step not in (None, 1) for s in region):
             return None
+        rows = self.shape(name)[1:]
+        if not all(not s.start and s.stop == size for s, size in zip(region[1:], rows, strict=True)):
+            return None
+        return [self._run(place, region[0] if region else slice(0, 1))]
+
+    def _run(self, place: tuple[str, str], rows: slice) -> Run:
+        """Where rows of a stored tensor lie, one after another."""
         file, stored = place
         if file not in self._starts:
             self._starts[file] = _starts(self.folder / file)
         descriptor, starts = self._starts[file]
         start, shape, kind = starts[stored]
-        rows = shape[1:]
-        whole = all(not s.start and s.stop == size for s, size in zip(region[1:], rows, strict=True))
-        if DTYPES.get(kind) != dtype or not whole or any(s.step not in (None, 1) for s in region):
-            return None
-        each = math.prod(rows) * dtype.itemsize
-        first, count = (region[0].start, region[0].stop - region[0].start) if region else (0, 1)
-        return [Run(self.folder / file, descriptor.fileno(), start + first * each, count * each)]
+        each = math.prod(shape[1:]) * _READ[kind].itemsize
+        first, count = rows.start or 0, rows.stop - (rows.start or 0)
+        return Run(self.folder / file, descriptor.fileno(), start + first * each, count * each)
 
     def _place(self, name: str) -> tuple[str, str] | None:
         """File and name in it of a tensor; None: no file has it."""
@@ -146,7 +162,12 @@ class HFReader:
     def _slice(self, name: str) -> Any:
         if name not in self._file_of:
             raise UserError(f"{self.folder} holds no tensor {name}.")
-        return self._open(self._file_of[name]).get_slice(name)
+        return self._stored(self._file_of[name], name)
+
+    def _stored(self, file: str, name: str) -> StoredSlice:
+        return StoredSlice(
+            self._open(file).get_slice(name), lambda rows, out: self._fill(self._run((file, name), rows), out)
+        )
 
     def _open(self, file: str) -> Any:
         if file not in self._files:
@@ -207,11 +228,46 @@ class HFReader:
         return where
 
 
+class StoredSlice:
+    """A tensor of a file, with the manners of a safetensors slice. A region that is most of the rows it is in is read: a map of a file
+    that is cut short meanwhile would end the process."""
+
+    def __init__(self, mapped: Any, fill: Callable[[slice, Tensor], None]):
+        self._mapped, self._fill_rows = mapped, fill
+
+    def get_shape(self) -> list[int]:
+        shape: list[int] = self._mapped.get_shape()
+        return shape
+
+    def get_dtype(self) -> str:
+        kind: str = self._mapped.get_dtype()
+        return kind
+
+    def __getitem__(self, region: slice | tuple[slice, ...]) -> Tensor:
+        shape, dtype = self.get_shape(), _READ.get(self.get_dtype())
+        given = region if isinstance(region, tuple) else (region,)
+        parts = [*given, *(slice(None) for _ in shape[len(given) :])]
+        bounds = [part.indices(size)[:2] for part, size in zip(parts, shape, strict=True)]
+        wanted, whole = math.prod(stop - start for start, stop in bounds[1:]), math.prod(shape[1:])
+        if dtype is None or not shape or 2 * wanted <= whole or bounds[0][0] >= bounds[0][1]:
+            tensor: Tensor = self._mapped[region]
+            return tensor
+        first, last = bounds[0]
+        rows = torch.empty((last - first, *shape[1:]), dtype=dtype)
+        self._fill_rows(slice(first, last), rows)
+        return rows[(slice(None, None, parts[0].step), *parts[1:])]
+
+
 def _starts(path: Path) -> tuple[BinaryIO, _Starts]:
     """A file of safetensors that was found whole, and where its tensors are."""
     file = path.open("rb")
-    size = int.from_bytes(file.read(8), "little")
-    header = json.loads(file.read(size))
+    with reading(path, RunError):
+        size = int.from_bytes(file.read(8), "little")
+        text = file.read(size)
+    try:
+        header = json.loads(text)
+    except ValueError as error:
+        raise UserError(f"{path} is damaged or cut short.") from error
     header.pop("__metadata__", None)
     found = {
         name: (8 + size + entry["data_offsets"][0], tuple(entry["shape"]), entry["dtype"])

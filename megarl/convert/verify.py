@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from megarl.bridge.torch_dist import DistReader
 from megarl.convert.progress import ByteProgress
 from megarl.convert.source import Source, differing, open_source
 from megarl.convert.whole import altered, compare_texts, looking
-from megarl.convert.work import FORGET_BYTES, nonfinite, undisturbed
+from megarl.convert.work import FORGET_BYTES, Scratch, nonfinite, undisturbed
 
 
 @dataclass
@@ -41,16 +42,17 @@ def compare(first: Source, second: Source, *, show: bool = True) -> Comparison:
     for ours, theirs, folder in ((shapes, others, second.folder), (others, shapes, first.folder)):
         result.differences += [f"{folder} has no {name}" for name in ours if name not in theirs]
     common = [name for name in shapes if name in others]
-    total = sum(_bytes(shapes[name], first.reader.dtype(name)) for name in common)
+    total = sum(_whole_bytes(first, name) for name in common)
     mapped = 0
+    memory = [Scratch(max(_whole_bytes(source, name) for name in source.model.hf_shapes)) for source in (first, second)]
     with (
         undisturbed(),
         looking(*(partial(altered, folder) for folder in dist)),
         ByteProgress("comparing", total, show=show) as progress,
     ):
         for name in common:
-            size = _bytes(shapes[name], first.reader.dtype(name))
-            fault = _compared(name, first, second, result)
+            size = _whole_bytes(first, name)
+            fault = _compared(name, first, second, memory, result)
             result.differences += [fault] if fault else []
             result.tensors += 1
             result.bytes += size
@@ -88,14 +90,20 @@ def verify(first: Path, second: Path, config: Path | None = None, *, show: bool 
     return compare(open_source(first, config), open_source(second, config), show=show)
 
 
-def _compared(name: str, first: Source, second: Source, result: Comparison) -> str | None:
+def _whole_bytes(source: Source, name: str) -> int:
+    return _bytes(source.model.hf_shapes[name], source.reader.dtype(name))
+
+
+def _compared(name: str, first: Source, second: Source, memory: Sequence[Scratch], result: Comparison) -> str | None:
     shape, other = first.model.hf_shapes[name], second.model.hf_shapes[name]
     if shape != other:
         return f"{name} has shape {shape} and {other}"
     dtype, other_dtype = first.reader.dtype(name), second.reader.dtype(name)
     if dtype != other_dtype:
         return f"{name} is stored as {_named(dtype)} and as {_named(other_dtype)}"
-    ours, theirs = first.reader.get(name), second.reader.get(name)
+    ours, theirs = (scratch.tensor(shape, dtype) for scratch in memory)
+    for source, tensor in ((first, ours), (second, theirs)):
+        source.reader.read(name, tuple(slice(0, size) for size in shape), tensor)
     count = torch.Size(shape).numel()
     if odd := nonfinite(ours):
         result.notes.append(f"{name} holds {odd} elements that are NaN or infinite, in {first.folder}")

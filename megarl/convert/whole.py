@@ -57,11 +57,13 @@ def compare_texts(first: Path, second: Path, differences: list[str], notes: list
     for name in dict.fromkeys([*ours, *theirs]):
         paths = [folder / name for folder, names in ((first, ours), (second, theirs)) if name in names]
         contents = [_content(path) for path in paths]
-        if damaged := [path for path, content in zip(paths, contents, strict=True) if not _is_whole(path, content)]:
+        same = len(paths) == 2 and contents[0] == contents[1]
+        looked = list(zip(paths, contents, strict=True))[: 1 if same else 2]
+        if damaged := [path for path, content in looked if not _is_whole(path, content)]:
             differences += [f"{path} is damaged: it is no JSON" for path in damaged]
         elif len(paths) == 1 and ours and theirs:
             differences.append(f"{first if name in theirs else second} has no {name}")
-        elif len(paths) == 2 and contents[0] != contents[1] and not _say_the_same(name, *contents):
+        elif len(paths) == 2 and not same and not _say_the_same(name, *contents):
             differences.append(f"{name} differs")
 
 

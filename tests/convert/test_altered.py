@@ -8,13 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megarl import cli
 from megarl.bridge.torch_dist import COMMON, METADATA, DistReader
 from megarl.bridge.torch_dist_write import checksum, checksums, write_checksums
+from megarl.convert.hf_to_megatron import _ToMegatron
+from megarl.convert.job import carry_out
 from megarl.convert.megatron_to_hf import megatron_to_hf
-from megarl.convert.verify import verify
+from megarl.convert.processes import ALONE
+from megarl.convert.source import open_hf
+from megarl.convert.verify import compare, verify
+from megarl.convert.work import Options
 from megarl.errors import UserError
+from megarl.models.tiny import make_tiny
+from tests.bridge.test_quantised import deepseek, gpt_oss
 
 FIRST = "__0_0.distcp"
 
@@ -86,6 +94,37 @@ def test_checksums_that_are_none_are_told(text: str, trained: Path, tmp_path: Pa
     (trained / "checksums.json").write_text(text)
     with pytest.raises(UserError, match=r"checksums.json cannot be read"):
         megatron_to_hf(trained, tmp_path / "target", show=False)
+
+
+CUT = {  # how a tensor's bytes are taken: as they lie, cast, turned and taken in turns, dequantised, compared with its tie
+    "as it lies": (lambda folder: make_tiny("qwen3", folder), Options()),
+    "cast": (lambda folder: make_tiny("qwen3", folder), Options(dtype=torch.bfloat16)),
+    "of experts in one tensor": (lambda folder: make_tiny("gpt-oss", folder), Options()),
+    "mxfp4": (gpt_oss, Options()),
+    "fp8": (deepseek, Options()),
+}
+
+
+@pytest.mark.parametrize("what", CUT)
+def test_a_source_that_is_cut_short_while_it_is_converted_is_one_sentence(what: str, tmp_path: Path) -> None:
+    """Once it is opened and found whole. Of a file that is mapped, not read, it would be the end of the process."""
+    make, options = CUT[what]
+    source = make(tmp_path / "hf")
+    origin = open_hf(source)
+    weights = source / "model.safetensors"
+    os.truncate(weights, 20_000)
+    job = _ToMegatron(origin, options)
+    with pytest.raises(UserError, match=r"model.safetensors is (damaged or )?cut short"):
+        carry_out(job, tmp_path / "target", ALONE, show=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
+
+
+def test_a_source_that_is_cut_short_while_it_is_compared_is_one_sentence(hf: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(hf, tmp_path / "hf")
+    one, other = open_hf(hf), open_hf(source)
+    os.truncate(source / "model.safetensors", 20_000)
+    with pytest.raises(UserError, match=r"model.safetensors is damaged or cut short"):
+        compare(one, other, show=False)
 
 
 def zero(path: Path) -> None:
