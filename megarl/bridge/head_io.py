@@ -54,6 +54,7 @@ class HeadReader(HFReader):
     def __init__(self, folder: str | Path, head: Head):
         super().__init__(folder)
         stored = _stored(self)
+        self.dropped = [name for name in self.names if _output(name)]  # the head stands in its place
         self._theirs = {
             name.removeprefix(PREFIX): name for name in self.names if name not in stored.values() and not _output(name)
         }

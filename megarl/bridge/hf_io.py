@@ -172,6 +172,8 @@ class HFReader:
     def _open(self, file: str) -> Any:
         if file not in self._files:
             path = self.folder / file
+            if path.is_symlink() and not path.exists():
+                raise UserError(f"{path} is a link to {path.readlink()}, where nothing is.")
             if not path.is_file():
                 raise UserError(
                     f"{path} is no file." if path.exists() else f"{path} is missing, though {INDEX} names it."
@@ -192,6 +194,11 @@ class HFReader:
             raise UserError(f"{path} cannot be read: {error!r}.") from error
         if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
             raise UserError(f"{path}: weight_map must name a file for every tensor.")
+        for name, file in weight_map.items():
+            if (self.folder / file).is_dir():
+                raise UserError(
+                    f"{path}: weight_map must name a file for every tensor, and {file!r} for {name} is a folder."
+                )
         whole = "model.safetensors"
         if (self.folder / whole).is_file() and whole not in weight_map.values():
             raise UserError(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megarl.bridge import head_io, megatron_io, quantised
+from megarl.bridge.head_io import HeadReader
 from megarl.bridge.heads import Head
 from megarl.bridge.hf_config import read_config
 from megarl.bridge.layout import Shape
@@ -65,6 +66,10 @@ class Source:
         said = []
         if self.quantised:
             said.append(f"the weights of {self.folder} are quantised ({self.quantised}) and are taken as bfloat16")
+        if isinstance(self.reader, HeadReader):
+            said += [
+                f"{name} of {self.folder} is left out: a score head stands in its place" for name in self.reader.dropped
+            ]
         if self.ahead:
             said.append(f"the layers for multi-token prediction are those of {self.ahead}: {self.folder} has none")
         elif self.model.ahead and not self.model.dims.mtp:

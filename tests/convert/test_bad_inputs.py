@@ -142,6 +142,18 @@ HUGGING_FACE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: [(f / "tokenizer.json").unlink(), (f / "tokenizer.json").symlink_to("/proc/self/mem")],
         "tokenizer.json cannot be read: Input/output error",
     ),
+    "a tokenizer that is a pipe": (
+        lambda f: [(f / "tokenizer.json").unlink(), os.mkfifo(f / "tokenizer.json")],
+        "tokenizer.json is no file",
+    ),
+    "weights that lead nowhere": (
+        lambda f: [(f / "model.safetensors").unlink(), (f / "model.safetensors").symlink_to("../blobs/5f3a")],
+        "model.safetensors is a link to ../blobs/5f3a, where nothing is",
+    ),
+    "an index that names the folder": (
+        lambda f: sharded(f, partial(indexed, name="model.norm.weight", file=".")),
+        "weight_map must name a file for every tensor, and '.' for model.norm.weight is a folder",
+    ),
     "weights quantised otherwise": (
         lambda f: config(f, quantization_config={"quant_method": "gptq"}),
         "quantised by 'gptq' cannot be read, only by mxfp4 or fp8",

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 from pathlib import Path
 
 import pytest
 
 from megarl import cli
+from megarl.convert.hf_to_megatron import hf_to_megatron
+from megarl.convert.megatron_to_hf import megatron_to_hf
+from megarl.convert.verify import verify
+from megarl.convert.work import Options
+from megarl.models.heads import make_tiny_trl
 
 WRONG = {
     "no rank": ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2, but RANK and MASTER_ADDR and MASTER_PORT are not set"),
@@ -40,3 +47,42 @@ def test_variables_of_torchrun_that_are_wrong_are_one_sentence(
     end = "start several processes with torchrun, or unset WORLD_SIZE for one."
     assert capsys.readouterr().err == f"megarl: {words}: {end}\n"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_target_in_whose_place_no_folder_can_be_put_is_told_at_once(
+    hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tmp_path / "mounted"
+    place.mkdir()
+    system = ctypes.CDLL(None, use_errno=True)
+    if system.mount(b"none", bytes(place), b"tmpfs", 0, None):
+        pytest.skip(f"mount: {os.strerror(ctypes.get_errno())}")
+    try:
+        assert cli.main(["convert", "hf-to-megatron", str(hf), str(place), "--quiet"]) == 2
+    finally:
+        system.umount(bytes(place))
+    assert f"{place} is a mount point, in whose place no folder can be put" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [place]
+
+
+def test_with_sync_the_name_is_on_the_disk_too(hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[tuple[str, bool]] = []
+    fsync = os.fsync
+
+    def noted(file: int) -> None:
+        waited.append((os.readlink(f"/proc/self/fd/{file}"), (tmp_path / "target").exists()))
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    hf_to_megatron(hf, tmp_path / "target", Options(durable=True), show=False)
+    assert waited[-1] == (str(tmp_path), True)
+    assert not any(named for _, named in waited[:-1])  # all else before
+
+
+def test_an_output_layer_that_a_head_replaces_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = make_tiny_trl("qwen2-untied", tmp_path / "hf", prefix="pretrained_model.")
+    assert cli.main(["convert", "hf-to-megatron", str(source), str(tmp_path / "megatron")]) == 0
+    note = f"pretrained_model.lm_head.weight of {source} is left out: a score head stands in its place"
+    assert f"note: {note}\n" in capsys.readouterr().err
+    back = megatron_to_hf(tmp_path / "megatron", tmp_path / "back", show=False)
+    assert note in verify(source, back, show=False).notes
