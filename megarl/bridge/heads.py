@@ -75,9 +75,7 @@ def _labels(config: Mapping[str, Any]) -> int | None:
         return len(names)
     if isinstance(count, int):
         return count
-    return (
-        2 if _base(config) + _BODY not in (config.get("architectures") or [_BODY]) else None
-    )  # what transformers takes
+    return 2 if _architecture(config).endswith((_WITHOUT_BIAS, _WITH_BIAS)) else None  # what transformers takes
 
 
 def megatron_name(name: str) -> str:
