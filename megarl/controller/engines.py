@@ -123,6 +123,7 @@ class EngineGroup:
                 start_timeout=r.start_timeout,
                 progress_timeout=self.progress_timeout,
                 releases=r.release_memory != "off",
+                deterministic=r.deterministic,
             )
         slot.starts += 1
         slot.released = set()

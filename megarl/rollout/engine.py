@@ -146,6 +146,7 @@ class Engine(AnyEngine):
         start_timeout: float = 600.0,
         progress_timeout: float = 300.0,
         releases: bool = False,
+        deterministic: bool = False,
         log: str | Path | None = None,
     ):
         """Start an engine on a Hugging Face folder and wait until it answers.
@@ -154,6 +155,7 @@ class Engine(AnyEngine):
         its KV cache in tokens (None: SGLang's choice on a GPU, a moderate one on CPU). extra: any other SGLang engine argument, with
         the last word. progress_timeout: seconds without a new token, while any is asked for, or without an answer to a call, after
         which the engine is taken for hung. releases: whether it will be asked to `release_memory`; CPU engines always can.
+        deterministic: what it says of a response does not depend, to the bit, on what else it is asked.
         log: file for what SGLang prints (None: one that is gone with the engine; errors quote from it).
         """
         super().__init__(progress_timeout, seed)
@@ -169,6 +171,7 @@ class Engine(AnyEngine):
             "seed": seed,
             "extra": dict(extra or {}),
             "releases": releases,
+            "deterministic": deterministic,
         }
         try:
             self._info = self._call("start", settings, timeout=start_timeout)

@@ -40,6 +40,9 @@ _ON_CPU: dict[str, Any] = {
     "max_running_requests": 256,
 }
 
+# SGLang's deterministic inference is kernels for CUDA. A sum's last bit depends on the shape of the product that it is part of, so on
+# a CPU one response is sampled at a time, and its prompt is read whole, whatever was read before.
+_ALONE: dict[str, Any] = {"max_running_requests": 1, "disable_radix_cache": True}
 
 _TAGS = {"weights": "weights", "cache": "kv_cache"}  # SGLang's names of memory
 _IDLE_WITHIN = 30.0  # seconds after its last answer
@@ -84,13 +87,16 @@ class Server(Serving):
         seed: int,
         extra: dict[str, Any],
         releases: bool = False,
+        deterministic: bool = False,
     ):
         super().__init__()
         self.stop_token_ids = end_tokens(Path(model_path))
         self.ranks = int(extra.get("tp_size", 1))  # processes of the engine that hold weights
         if self.ranks > 1 and not has_cuda():
             os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _cores(self.ranks))
-        self.engine = _Quiet(**engine_arguments(model_path, dtype, max_total_tokens, seed, extra, releases))
+        self.engine = _Quiet(
+            **engine_arguments(model_path, dtype, max_total_tokens, seed, extra, releases, deterministic)
+        )
         self.loop = self.engine.loop
         limits = self.engine._scheduler_init_result.scheduler_infos[0]
         self.max_total_tokens = int(limits["max_total_num_tokens"])
@@ -267,6 +273,7 @@ def engine_arguments(
     seed: int,
     extra: dict[str, Any],
     releases: bool = False,
+    deterministic: bool = False,
 ) -> dict[str, Any]:
     """SGLang's arguments: ours, then the CPU's where there is no CUDA, then `extra`. UserError for an unknown one."""
     known = set(ServerArgs.__struct_fields__)
@@ -289,6 +296,8 @@ def engine_arguments(
         arguments |= _ON_CPU
     elif releases:
         arguments["enable_memory_saver"] = True
+    if deterministic:
+        arguments |= {"enable_deterministic_inference": True} if has_cuda() else _ALONE
     if max_total_tokens is not None:
         arguments["max_total_tokens"] = max_total_tokens
     return arguments | extra

@@ -72,6 +72,7 @@ CASES = {
         "rollout.threads=1",
         "rollout.max_total_tokens=4096",
         "rollout.release_memory=cache",
+        "rollout.deterministic=true",
         "reshard.transport=distributed",
         said=(
             "rollout.urls holds 'localhost:30000'; an SGLang server is named as http://host:port",
@@ -83,6 +84,7 @@ CASES = {
             "rollout.threads=1 is about engines that a run starts",
             "rollout.max_total_tokens=4096 is about engines that a run starts",
             "rollout.release_memory=cache is about engines that a run starts",
+            "rollout.deterministic=True is about engines that a run starts",
         ),
     ),
     "a server that is not there": bad(

@@ -164,7 +164,7 @@ def processes(ancestor: int) -> dict[int, str]:
         if fields[0] not in "ZX":
             parents[pid] = int(fields[1])
             with contextlib.suppress(OSError):
-                titles[pid] = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ")[:90].strip()
+                titles[pid] = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ")[:160].strip()
     found: dict[int, str] = {}
     for pid in parents:
         at = pid

@@ -1,8 +1,9 @@
 """kill -9 of a process in the middle of every stage, one after the other: a run ends as one that nobody killed, to the
 last bit of its weights, optimizer and metrics. The short form is in test_resume.py.
 
-What ends a run (the command, a rank) is killed while its engine is a server that outlives it: the run goes on from its
-newest checkpoint, by itself or started again.
+What ends a run (the command, a rank, Ray's own processes) is killed while its engine is a server that outlives it: the run goes on
+from its newest checkpoint, by itself or started again. What an engine consists of is killed in a run that goes on without an end; its
+engines say what the server said, to the last bit, since both sample one response at a time.
 """
 
 from __future__ import annotations
@@ -17,14 +18,27 @@ from typing import Any
 import pytest
 
 from megarl.models.tiny import make_tiny
-from tests.controller.killing import DRIVER
+from tests.controller.killing import DRIVER, ENGINE
 from tests.controller.runs import LEARNABLE, Run
 from tests.controller.servers import Server
-from tests.controller.test_resume import check_same, numbers
+from tests.controller.test_resume import check_same, numbers, started
 
 STAGES = ("rollout", "score", "log_probs", "advantages", "update", "reshard", "evaluate", "checkpoint")
-STEPS = len(STAGES) + 2
-ENDING = {"driver": DRIVER, "rank": "ray::Worker"}
+ENDING = {"driver": DRIVER, "rank": "ray::Worker", "raylet": "raylet --", "gcs": "gcs_server --"}
+# An engine's: its actor, the host of SGLang, SGLang's scheduler. Each of another engine's, which are lost at one time.
+ENGINES = "+".join(f"{at}/{title}" for at, title in enumerate((ENGINE, "megarl.rollout.host", "sglang::scheduler")))
+# By the step in which engines are killed: all are back before the next kill.
+LOSSES = {
+    2: "score",
+    3: "log_probs",
+    4: "advantages",
+    5: "update",
+    6: "reshard",
+    8: "rollout",
+    9: "evaluate",
+    10: "checkpoint",
+}
+STEPS = max(LOSSES) + 2
 SETTINGS = (*LEARNABLE, "rollout.n=4", "data.eval.size=3", "evaluation.every=1", "observe.progress=false")
 SETTINGS = (*SETTINGS, f"run.steps={STEPS}", "checkpoint.every=1")
 PATIENCE = 600.0  # seconds, of a start on a machine that does much else
@@ -49,7 +63,7 @@ class Whole:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Whole]:
     folder = tmp_path_factory.mktemp("whole")
     model = make_tiny("qwen3", folder / "qwen3")
-    with Server(model, folder / "log") as server:
+    with Server(model, folder / "log", "--disable-radix-cache", "--max-running-requests", "1") as server:
         yield Whole(folder / "run", model, server)
 
 
@@ -76,11 +90,6 @@ def parts(kind: str) -> list[Part]:
     ]
 
 
-def started(folder: Path, kills: tuple[str, ...], *settings: str) -> Run:
-    told = {"MEGARL_TEST_KILLS": ";".join(kills), "MEGARL_TEST_SAID": str(folder / "kills")}
-    return Run(folder, *settings, environment=told, module="tests.controller.killing")
-
-
 def killed(run: Run) -> int:
     said = run.folder / "kills"
     return len(said.read_text().splitlines()) if said.exists() else 0
@@ -99,6 +108,20 @@ def test_killed_in_every_stage_and_gone_on(kind: str, whole: Whole, tmp_path: Pa
         if kind == "driver" and part.kills and part.kills[0].startswith("checkpoint"):
             assert list((folder / "checkpoints").glob(".step-*.unfinished")), "the kill came too late"
     check_same_run(whole.folder, folder)
+
+
+def test_engines_killed_in_every_stage(whole: Whole, tmp_path: Path) -> None:
+    assert set(LOSSES.values()) == set(STAGES)
+    # An evaluation comes before the first step, too; a checkpoint is begun and waited for.
+    times = {
+        step: {"evaluate": step + 1, "checkpoint": 2 * step - 1}.get(stage, step) for step, stage in LOSSES.items()
+    }
+    kills = [f"{stage}:{times[step]}:{ENGINES}" for step, stage in LOSSES.items()]
+    own = ("rollout.deterministic=true", "rollout.engines=3", "rollout.max_restarts=9", "rollout.threads=2")
+    with started(tmp_path, (",".join(kills),), *whole.settings, *own) as run:
+        assert run.code(PATIENCE * len(kills)) == 0, run.err[-3000:] + run.out[-3000:]
+        assert killed(run) == 3 * len(STAGES) == run.out.count("is started anew"), run.out[-3000:]
+    check_same_run(whole.folder, run.run_folder)
 
 
 def check_same_run(one: Path, other: Path) -> None:
