@@ -61,6 +61,12 @@ def killed(folder: Path, at: int, *settings: str, title: str | None = None) -> R
         return run
 
 
+def started(folder: Path, kills: tuple[str, ...], *settings: str) -> Run:
+    """`kills`: for each time that it starts, what is killed where (tests/controller/killing.py)."""
+    told = {"MEGARL_TEST_KILLS": ";".join(kills), "MEGARL_TEST_SAID": str(folder / "kills")}
+    return Run(folder, *settings, environment=told, module="tests.controller.killing")
+
+
 def back_to(run: Path, step: int) -> None:
     """As if the run had come no further: a kill may come later than it was meant."""
     for folder in (run / "checkpoints").glob("step-*"):
@@ -113,8 +119,15 @@ def gone_on(folder: Path, whole: Whole, at: int, *more: str, title: str | None =
 
 
 def test_killed_and_gone_on_it_is_the_same_run(whole: Whole, tmp_path: Path) -> None:
-    run = gone_on(tmp_path, whole, 2)
-    (folder,) = (tmp_path / "killed" / "runs").iterdir()
+    """An engine's scheduler in the middle of an update; then the command, while it writes the third checkpoint."""
+    kills = "update:1:sglang::scheduler,checkpoint:5:driver"  # begun, waited for, …
+    with started(tmp_path / "killed", (kills,), *whole.replayed()) as run:
+        assert run.code(200) == 128 + signal.SIGKILL, run.err[-3000:]
+        assert "rollout engine 0 is started anew (1 of 3 in this step)" in run.out
+        run.stop()
+    folder = run.run_folder
+    assert list((folder / "checkpoints").glob(".step-000003.unfinished")), "the kill came too late"
+    run = finished(tmp_path / "again", *whole.replayed("run.resume=auto"), root=run.root)
     check_same(whole.run.run_folder, folder)
     assert "goes on after step 2" in run.out
     assert json.loads((folder / "summary.json").read_text())["status"] == "finished"
@@ -148,11 +161,16 @@ def test_critic_and_statistics_come_back(ppo: Whole, tmp_path: Path, title: str 
 @pytest.mark.slow
 def test_sampled_again_it_is_the_same_run(whole: Whole, tmp_path: Path) -> None:
     """No recording: every response has a seed of its own, which does not depend on what was before."""
-    run = killed(tmp_path / "killed", 2, *COMMON, "run.steps=1000", "checkpoint.every=1")
+    settings = (*COMMON, "rollout.deterministic=true")
+    run = killed(tmp_path / "killed", 2, *settings, "run.steps=1000", "checkpoint.every=1")
     back_to(run.run_folder, 2)
-    finished(tmp_path / "again", *COMMON, "checkpoint.every=2", "run.resume=auto", root=run.root)
-    # What the engine says of its tokens depends in the last bit on what it was sampling beside them.
+    finished(tmp_path / "again", *settings, "checkpoint.every=2", "run.resume=auto", root=run.root)
+    alone = finished(tmp_path / "whole", *settings)
+    check_same(alone.run_folder, run.run_folder)
+    # What an engine says of its tokens depends, in the last bits, on what it samples beside them, and nothing else does.
     check_same(whole.run.run_folder, run.run_folder, unlike=("mismatch/",))
+    for row, again in zip(numbers(whole.run.run_folder), numbers(run.run_folder), strict=True):
+        assert again == pytest.approx(row, abs=1e-5)
 
 
 @pytest.mark.slow
