@@ -79,6 +79,13 @@ def wait_for(
     return ray.get(list(references))
 
 
+def put(value: Any, what: str) -> Any:
+    """A reference to a value in Ray's object store. Raises the death of a process of Ray's: where Ray finds its store gone before that
+    death was seen here, it ends this process without a word."""
+    _check_ray(what)
+    return ray.put(value)
+
+
 def _check_ray(what: str) -> None:
     """Raise the death of a process of Ray's own that this one started. Without it calls seem to go on for a minute, and then Ray ends
     the driver without a word."""
@@ -108,6 +115,10 @@ def _death(error: Exception, name: str, what: str) -> Exception:
     for kind in (UserError, RunError):  # raised while an actor was made, they arrive as text
         if found := re.findall(rf"^\S*\b{kind.__name__}: (.+)$", text, re.MULTILINE):
             return kind(found[-1])
+    if "its owner has died" in text:  # so Ray says, and the owner is this process: its node is about to end
+        return RunError(
+            f"{what}: Ray's raylet ended, as it does when one of its agents is killed, and took {name} along"
+        )
     if "connection error" in text:
         return ProcessLost(f"{what}: {name} died: it was killed, often for want of memory")
     lines = [line.strip() for line in text.splitlines() if line.strip()]

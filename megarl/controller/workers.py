@@ -18,7 +18,7 @@ from megarl.batch.packing import shares
 from megarl.bridge.layout import Copy
 from megarl.config import Config
 from megarl.config.schema import ClusterConfig
-from megarl.controller.calls import Later, wait_for
+from megarl.controller.calls import Later, put, wait_for
 from megarl.controller.placement import Place, places_of
 from megarl.errors import RunError
 from megarl.reshard.bucket import BucketSpec
@@ -233,7 +233,7 @@ class WorkerGroup:
         """`forward`, to be waited for later."""
         rows = self._shares(batch)
         shards = [batch.select(["tokens"]).take(torch.tensor(part, dtype=torch.long)) for part in rows]
-        calls = self._calls(method, [ray.put(shard) for shard in shards])
+        calls = self._calls(method, [put(shard, what) for shard in shards])
 
         def joined() -> Batch:
             parts: list[Batch | None] = [None] * self.data_size
@@ -280,7 +280,8 @@ class _Part:
         self.rows = group._shares(batch)
         self.totals = denominators(batch.padded("loss_mask"), max_length=group.config.rollout.max_new_tokens)
         sent = batch.pop(["uid"])
-        self.references = [ray.put(sent.take(torch.tensor(part, dtype=torch.long))) for part in self.rows]
+        shards = [sent.take(torch.tensor(part, dtype=torch.long)) for part in self.rows]
+        self.references = [put(shard, "sharing out a batch") for shard in shards]
 
 
 def interface(cluster: ClusterConfig) -> dict[str, str]:
