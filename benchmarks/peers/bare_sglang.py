@@ -18,10 +18,10 @@ if __name__ in ("__main__", "__mp_main__"):
 if __name__ == "__main__":
     from sglang.srt.entrypoints.engine import Engine
 
-    from megarl.rollout.server import engine_arguments
+    from megarl.rollout.arguments import EngineSettings, arguments
 
     folder, dtype, cache = sys.argv[1:4]
-    engine = Engine(**engine_arguments(folder, dtype, int(cache), seed=1, extra={}))
+    engine = Engine(**arguments(EngineSettings(folder, dtype, seed=1, max_total_tokens=int(cache))))
     print("ready", flush=True)
     for line in sys.stdin:
         wanted = json.loads(line)

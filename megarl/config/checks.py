@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from megarl.config import engine_checks
 from megarl.config.loading import keys
 from megarl.config.paths import path_fault
 from megarl.config.schema import (
@@ -172,7 +173,8 @@ def problems(cfg: Config) -> list[str]:
         *_layout(cfg),
         *_batch(cfg),
         *_sampling(cfg),
-        *_engine(cfg),
+        *engine_checks.problems(cfg),
+        *_weights(cfg),
         *_urls(cfg),
         *_training(cfg),
         *_roles(cfg),
@@ -218,13 +220,7 @@ def _layout(cfg: Config) -> Iterator[str]:
         )
 
 
-def _engine(cfg: Config) -> Iterator[str]:
-    ranks = cfg.rollout.engine.get("tp_size", 1)
-    if type(ranks) is not int or ranks < 1:
-        yield f"rollout.engine.tp_size is {ranks!r}; it must be a whole number of at least 1, the ranks of an engine"
-    stages = cfg.rollout.engine.get("pp_size", 1)
-    if stages != 1:
-        yield f"rollout.engine.pp_size={stages}: an engine cannot be given weights stage by stage; set rollout.engine.tp_size"
+def _weights(cfg: Config) -> Iterator[str]:
     if cfg.reshard.folder is not None and cfg.reshard.transport != "disk":
         yield (
             f"reshard.folder={cfg.reshard.folder} is where weights travel by disk, and reshard.transport is "
@@ -238,7 +234,7 @@ def _urls(cfg: Config) -> Iterator[str]:
     if not r.urls:
         return
     for url in r.urls:
-        if not _is_server(url):
+        if not is_server(url):
             yield f"rollout.urls holds {url!r}; an SGLang server is named as http://host:port, and nothing behind it"
     if len(set(r.urls)) < len(r.urls):
         yield "rollout.urls names a server twice; its weights would be given to it twice, and prompts at one time; name each once"
@@ -257,7 +253,7 @@ def _urls(cfg: Config) -> Iterator[str]:
             )
 
 
-def _is_server(url: str) -> bool:
+def is_server(url: str) -> bool:
     """Whether it names a host, and nothing behind it."""
     try:
         parts = urlsplit(url)

@@ -112,13 +112,13 @@ def describe(hint: Any) -> str:
     if hint in names:
         return names[hint]
     if get_origin(hint) is Literal:
-        return "one of " + ", ".join(get_args(hint))
+        return "one of " + ", ".join("null" if choice is None else str(choice) for choice in get_args(hint))
     if get_origin(hint) is list:
         (item,) = get_args(hint)
         return f"a list as [A, B], each {describe(item)}"
     if get_origin(hint) is dict or section_of(hint):
         return "a section of `key: value` lines"
-    return " or ".join(describe(kind) for kind in get_args(hint))
+    return " or ".join(describe(kind) for kind in get_args(hint)) or getattr(hint, "__name__", str(hint))
 
 
 @dataclass

@@ -257,7 +257,7 @@ class RolloutConfig:
     max_total_tokens: int | None = None  # an engine's KV cache; None: from the batch on CPU, SGLang's choice on GPU
     release_memory: Literal["off", "cache", "all"] = "off"  # engines give back while ranks work: KV cache, weights too
     deterministic: bool = False  # log-probs are the same to the bit whatever is sampled beside; slow on a CPU
-    engine: dict[str, Any] = field(default_factory=dict)  # any other SGLang engine argument, passed as it is
+    engine: dict[str, Any] = field(default_factory=dict)  # any other argument of SGLang's engine, as it is called there
     record: str | None = None  # write every step's samples to this file
     replay: str | None = None  # take every step's samples from this file instead of generating
     start_timeout: float = 600.0  # seconds an engine may take to start

@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 import socket
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from math import prod
@@ -18,7 +19,7 @@ from megarl import config, models
 from megarl.bridge.activations import Estimate, Layout, MicroBatch
 from megarl.bridge.hf_io import HFReader
 from megarl.bridge.model_map import ModelMap
-from megarl.config import Config
+from megarl.config import Config, engine_checks
 from megarl.config.paths import path_fault, user_path
 from megarl.config.schema import ShapingConfig
 from megarl.controller import checkpoint, pools, role_checks, server_checks
@@ -26,6 +27,7 @@ from megarl.controller.checkpoint import Checkpoint
 from megarl.controller.record import check_recording
 from megarl.errors import ConfigError, UserError
 from megarl.roles.models import Models
+from megarl.rollout import arguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -79,6 +81,18 @@ class _Check:
         self.resume: Checkpoint | None = None
 
     def finish(self) -> Prepared:
+        with ThreadPoolExecutor(1) as beside:
+            engine = beside.submit(engine_arguments, self.cfg)
+            self._look()
+            self._add(engine.result())
+        if self.model is not None and not self.found:  # sizes that are wrong in themselves need no memory
+            self._add(memory(self.cfg, self.model, _gpu_bytes()))
+        if self.found:
+            raise ConfigError(list(dict.fromkeys(self.found)))
+        assert self.folder and self.model and self.tokenizer and self.sources and self.models
+        return Prepared(self.folder, self.model, self.tokenizer, self.sources, self.models, self.resume)
+
+    def _look(self) -> None:
         self._add(config.problems(self.cfg))
         self._model()
         self._roles()
@@ -87,14 +101,8 @@ class _Check:
         self._add(optimizers(self.cfg))
         self._add(_machine(self.cfg, self.model))
         self._resume()
-        if self.model is not None and not any("rollout.urls" in problem for problem in self.found):
+        if self.model is not None:
             self._add(server_checks.problems(self.cfg, self.model))
-        if self.model is not None and not self.found:  # sizes that are wrong in themselves need no memory
-            self._add(memory(self.cfg, self.model, _gpu_bytes()))
-        if self.found:
-            raise ConfigError(list(dict.fromkeys(self.found)))
-        assert self.folder and self.model and self.tokenizer and self.sources and self.models
-        return Prepared(self.folder, self.model, self.tokenizer, self.sources, self.models, self.resume)
 
     def _add(self, problems: Collection[str] | Iterator[str]) -> None:
         self.found += [problem for problem in problems if not any(key in problem for key in self.unread)]
@@ -318,6 +326,15 @@ def sampled(cfg: Config, model: ModelMap) -> Iterator[str]:
         )
 
 
+def engine_arguments(cfg: Config) -> list[str]:
+    """Names and values under `rollout.engine` that SGLang would refuse when it is started. Takes some seconds where there are any."""
+    if cfg.rollout.urls:  # told to be of no use beside them
+        return []
+    told = engine_checks.told(cfg)
+    rest = {name: value for name, value in cfg.rollout.engine.items() if name not in told}
+    return [f"rollout.engine: {problem}" for problem in arguments.asked(rest)]
+
+
 def _numbers(cfg: Config, model: ModelMap) -> Iterator[str]:
     """What the model and this machine say to the precision, to the losses of experts, and to parameters that are named by
     patterns."""
@@ -396,6 +413,7 @@ def _machine(cfg: Config, model: ModelMap | None) -> Iterator[str]:
     if cfg.cluster.port is not None and 0 < cfg.cluster.port < 65536 and port_taken(cfg.cluster.port):
         yield f"cluster.port={cfg.cluster.port} is taken by another program; leave it out to have a free one chosen"
     yield from _gpus(cfg)
+    yield from _engine_device(cfg)
 
 
 def lacking_space(key: str, folder: Path, needed: int) -> Iterator[str]:
@@ -436,6 +454,17 @@ def _gpus(cfg: Config) -> Iterator[str]:
     if type(cfg.rollout.engine.get("tp_size", 1)) is int:  # else it is told already
         gpus = torch.cuda.device_count()
         yield from pools.too_many(cfg, gpus, f"this machine has {gpus} GPUs")
+
+
+def _engine_device(cfg: Config) -> Iterator[str]:
+    import torch
+
+    device, here = cfg.rollout.engine.get("device"), "cuda" if torch.cuda.is_available() else "cpu"
+    if device not in (None, here):
+        yield (
+            f"rollout.engine.device={device}: ranks and engines of this machine compute on {here}; leave it out, or set "
+            f"rollout.engine.device={here}"
+        )
 
 
 def _gpu_bytes() -> int | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megarl.bridge.model_map import ModelMap
 from megarl.config import Config
+from megarl.config.checks import is_server
 from megarl.errors import UserError
 from megarl.rollout.remote import Facts, knows_token
 from megarl.rollout.web import Unanswered, ask
@@ -16,7 +17,7 @@ _SAME = {"half": "float16", "float": "float32"}  # SGLang's other names
 
 def problems(cfg: Config, model: ModelMap) -> Iterator[str]:
     """One sentence for each thing that is wrong with a server. Takes a second a server: it samples a token to see that it can."""
-    for url in cfg.rollout.urls:
+    for url in filter(is_server, dict.fromkeys(cfg.rollout.urls)):  # what is none is told already
         said = f"rollout.urls: the SGLang server at {url}"
         try:
             ask(url, "/health", timeout=30.0)

@@ -34,7 +34,7 @@ def engine_load(cfg: Config, model: ModelMap, hardware: Hardware) -> EngineLoad:
     weights = sum(_weight_bytes(p, ranks, SIZES[dtype]) for p in model.parameters if p.exported)
     a_token = _token_bytes(model, ranks, 1 if "fp8" in str(r.engine.get("kv_cache_dtype", "auto")) else SIZES[dtype])
     wanted = cache_tokens(cfg, r.engines, r.oversample)
-    tokens = r.engine.get("max_total_tokens", r.max_total_tokens)
+    tokens = r.max_total_tokens
     if tokens is None and not hardware.gpu:
         tokens = wanted
     if hardware.gpu and (tokens is None or "mem_fraction_static" in r.engine):

@@ -26,6 +26,7 @@ from megarl.reshard.link import Meeting, Regions
 from megarl.reshard.stream import Stream
 from megarl.rollout import session
 from megarl.rollout.answers import Open
+from megarl.rollout.arguments import EngineSettings
 from megarl.rollout.group import begin
 from megarl.rollout.router import Router
 from megarl.rollout.sampling import Ask, Progress, Sampling
@@ -162,17 +163,11 @@ class Engine(AnyEngine):
         self._folder = tempfile.mkdtemp(prefix="megarl-engine-")
         self._log = Path(log) if log else Path(self._folder, "log.txt")
         self._shared_files: set[Path] = set()
-        ranks = int((extra or {}).get("tp_size", 1))
-        self._process, self._connection = self._spawn(max(1, (threads or os.cpu_count() or 1) // ranks))
-        settings = {
-            "model_path": str(model_path),
-            "dtype": dtype,
-            "max_total_tokens": max_total_tokens,
-            "seed": seed,
-            "extra": dict(extra or {}),
-            "releases": releases,
-            "deterministic": deterministic,
-        }
+        settings = EngineSettings(
+            str(model_path), dtype, seed, max_total_tokens, dict(extra or {}), releases, deterministic
+        )
+        threads = threads or os.cpu_count() or 1
+        self._process, self._connection = self._spawn(max(1, threads // settings.ranks))
         try:
             self._info = self._call("start", settings, timeout=start_timeout)
         except EngineLost as error:  # there never was an engine

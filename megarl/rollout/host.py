@@ -25,6 +25,7 @@ from typing import Any
 from megarl.cpu import enter_sglang
 from megarl.errors import RunError, UserError
 from megarl.rollout import session
+from megarl.rollout.arguments import EngineSettings
 
 _PR_SET_PDEATHSIG = 1
 _LAST_WORDS = 3.0  # seconds in which SGLang says why
@@ -70,11 +71,11 @@ def serve(connection: Connection) -> None:
     """Build the server from the first message, then answer one request after the other."""
     server: Any = None
 
-    def start(settings: dict[str, Any]) -> dict[str, Any]:
+    def start(settings: EngineSettings) -> dict[str, Any]:
         nonlocal server
         from megarl.rollout.server import Server
 
-        server = Server(**settings)
+        server = Server(settings)
         die_with_children()
         return server.info()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import os
 import shutil
@@ -15,7 +14,6 @@ import sglang
 import torch
 from sglang.srt.entrypoints.engine import Engine as SGLangEngine
 from sglang.srt.managers.io_struct import GenerateReqInput, UpdateWeightsFromTensorReqInput
-from sglang.srt.server_args import ServerArgs
 
 from megarl.cpu import has_cuda
 from megarl.cpu.memory import peak
@@ -25,24 +23,10 @@ from megarl.reshard.exposure import Exposure
 from megarl.reshard.link import Meeting, Regions
 from megarl.reshard.stream import Stream
 from megarl.rollout import loader, session
+from megarl.rollout.arguments import EngineSettings, arguments, problems
 from megarl.rollout.folder import decoder, end_tokens
 from megarl.rollout.requests import Requests
 from megarl.rollout.serving import Serving
-
-# What a machine without CUDA needs, and what was measured to be best there.
-_ON_CPU: dict[str, Any] = {
-    "device": "cpu",
-    "attention_backend": "torch_native",  # replaced by megarl.cpu.attention, which is registered under this name
-    "sampling_backend": "pytorch",
-    "grammar_backend": "none",
-    "disable_cuda_graph": True,
-    "max_total_tokens": 16384,
-    "max_running_requests": 256,
-}
-
-# SGLang's deterministic inference is kernels for CUDA. A sum's last bit depends on the shape of the product that it is part of, so on
-# a CPU one response is sampled at a time, and its prompt is read whole, whatever was read before.
-_ALONE: dict[str, Any] = {"max_running_requests": 1, "disable_radix_cache": True}
 
 _TAGS = {"weights": "weights", "cache": "kv_cache"}  # SGLang's names of memory
 _IDLE_WITHIN = 30.0  # seconds after its last answer
@@ -77,26 +61,18 @@ class _Inside:
 
 
 class Server(Serving):
-    """The arguments are those of `megarl.rollout.engine.Engine`."""
+    """The engine that is started with such settings. Raises UserError for an argument that SGLang does not have."""
 
-    def __init__(
-        self,
-        model_path: str,
-        dtype: str,
-        max_total_tokens: int | None,
-        seed: int,
-        extra: dict[str, Any],
-        releases: bool = False,
-        deterministic: bool = False,
-    ):
+    def __init__(self, settings: EngineSettings):
         super().__init__()
-        self.stop_token_ids = end_tokens(Path(model_path))
-        self.ranks = int(extra.get("tp_size", 1))  # processes of the engine that hold weights
+        folder = Path(settings.model_path)
+        self.stop_token_ids = end_tokens(folder)
+        self.ranks = settings.ranks
         if self.ranks > 1 and not has_cuda():
             os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _cores(self.ranks))
-        self.engine = _Quiet(
-            **engine_arguments(model_path, dtype, max_total_tokens, seed, extra, releases, deterministic)
-        )
+        if found := problems(settings.extra):
+            raise UserError("; ".join(found))
+        self.engine = _Quiet(**arguments(settings))
         self.loop = self.engine.loop
         limits = self.engine._scheduler_init_result.scheduler_infos[0]
         self.max_total_tokens = int(limits["max_total_num_tokens"])
@@ -111,7 +87,7 @@ class Server(Serving):
             stop_token_ids=self.stop_token_ids,
             longest_prompt=self.longest_prompt,
             room=min(self.context_length, self.max_total_tokens) - 1,
-            decoder=functools.cache(lambda: decoder(Path(model_path))),
+            decoder=functools.cache(lambda: decoder(folder)),
         )
         self._exposed = False  # whether ranks can write into its weights
         self._opened = False  # whether SGLang knows of an update: it is told with what else it is told first
@@ -264,40 +240,3 @@ def _accepted(answer: Any) -> None:
     success, message = answer[0], answer[1]
     if not success:
         raise RunError(str(message))
-
-
-def engine_arguments(
-    model_path: str,
-    dtype: str,
-    max_total_tokens: int | None,
-    seed: int,
-    extra: dict[str, Any],
-    releases: bool = False,
-    deterministic: bool = False,
-) -> dict[str, Any]:
-    """SGLang's arguments: ours, then the CPU's where there is no CUDA, then `extra`. UserError for an unknown one."""
-    known = set(ServerArgs.__struct_fields__)
-    for name in extra:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; the nearest that it has is {near[0]}" if near else ""
-            raise UserError(f"SGLang {sglang.__version__} has no engine argument {name}{hint}")
-    arguments: dict[str, Any] = {
-        "model_path": model_path,
-        "dtype": dtype,
-        "random_seed": seed,
-        "skip_tokenizer_init": True,
-        "custom_weight_loader": [loader.FORMAT],
-        "sleep_on_idle": True,  # else an idle engine keeps a core busy with polling
-        "weight_version": "0",
-        "log_level": "error",
-    }
-    if not has_cuda():
-        arguments |= _ON_CPU
-    elif releases:
-        arguments["enable_memory_saver"] = True
-    if deterministic:
-        arguments |= {"enable_deterministic_inference": True} if has_cuda() else _ALONE
-    if max_total_tokens is not None:
-        arguments["max_total_tokens"] = max_total_tokens
-    return arguments | extra
