@@ -21,8 +21,13 @@ from megarl.reshard.transfer import Member
 
 
 class _Slice(NamedTuple):
-    tensor: torch.Tensor
+    parameter: torch.Tensor
     copy: Copy
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """What the parameter holds now: whoever trains it may give it another storage."""
+        return self.parameter.data
 
 
 _Pairs = dict[str, list[tuple[torch.Tensor, torch.Tensor]]]  # by the tensor's name: where to, and what
@@ -31,6 +36,7 @@ _Pairs = dict[str, list[tuple[torch.Tensor, torch.Tensor]]]  # by the tensor's n
 class _Opened(NamedTuple):
     exposures: Sequence[Exposure]
     pairs: _Pairs
+    held: list[int]  # addresses of what the pairs are of
 
     @property
     def nbytes(self) -> int:
@@ -55,7 +61,7 @@ class ShardWriter:
             if not parameter.exported or replica is None or turns[of_experts] % replica[1] != replica[0]:
                 continue
             for copy in parameter.copies(place):
-                self._slices[copy.hf_name].append(_Slice(tensor.data, copy))
+                self._slices[copy.hf_name].append(_Slice(tensor, copy))
 
     @torch.no_grad()
     def write(self, bucket: BucketSpec) -> dict[str, int]:
@@ -84,10 +90,16 @@ class ShardWriter:
         for member, exposures in engines.items():
             opened = self._engines.get(member)
             if opened is None or opened.exposures != exposures:
-                opened = _Opened(exposures, self._pairs(exposures))
+                opened = self._opened(exposures)
             found[member] = opened
         self._engines = found  # not before all are mapped
         return {member: opened.nbytes for member, opened in self._engines.items()}
+
+    def _opened(self, exposures: Sequence[Exposure]) -> _Opened:
+        return _Opened(exposures, self._pairs(exposures), self._held())
+
+    def _held(self) -> list[int]:
+        return [piece.tensor.data_ptr() for pieces in self._slices.values() for piece in pieces]
 
     def _pairs(self, exposures: Sequence[Exposure]) -> _Pairs:
         pairs: _Pairs = defaultdict(list)
@@ -103,6 +115,10 @@ class ShardWriter:
     @torch.no_grad()
     def write_in_place(self, members: Sequence[Member]) -> None:
         """Write this rank's slices into engines that are `open`, in the engines' dtype."""
+        held = self._held()
+        for member in members:
+            if self._engines[member].held != held:  # parameters have moved, and the pairs may be of where they were
+                self._engines[member] = self._opened(self._engines[member].exposures)
         copy_all(pair for member in members for pairs in self._engines[member].pairs.values() for pair in pairs)
 
     def _copy(self, bucket: BucketSpec) -> None:

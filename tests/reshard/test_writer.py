@@ -11,8 +11,10 @@ from torch import Tensor
 from megarl.bridge.model_map import ModelMap
 from megarl.models.tiny import tiny_config
 from megarl.reshard.fingerprint import combine, partial
+from megarl.reshard.transfer import plan
 from megarl.reshard.writer import ShardWriter
 from tests.bridge.cases import numbered
+from tests.reshard.receiver import Exposing
 
 
 @dataclass(frozen=True)
@@ -121,3 +123,28 @@ def test_every_element_is_answered_for_once(grid: str, family: str) -> None:
     for name, tensor in checkpoint.items():
         whole = combine([partial(tensor.double().float(), [0] * tensor.dim())])
         assert combine(shares[name]) == whole, name
+
+
+def test_parameters_that_were_given_another_storage_are_written_from_there() -> None:
+    """Into buckets, as messages, for fingerprints, and straight into an engine whose weights were mapped before."""
+    model = ModelMap.from_hf(tiny_config("qwen3"))
+    rank = Rank(0, 1)
+    held = [(parameter, tensor.float()) for parameter, tensor in shards(model, numbered(model), rank)]
+    writer, engine = ShardWriter(held, rank), Exposing()  # type: ignore[arg-type]
+    bucket = plan(model, torch.float32, 1 << 30)[0]
+    exposures = [engine._expose(bucket.tensors, number) for number in range(2)]
+    writer.open({(0, 1): exposures})
+    before = writer.shares(dict.fromkeys(model.hf_shapes, "float32"))
+    for _, tensor in held:
+        tensor.data = tensor.data + 1
+    writer.write_in_place([(0, 1)])
+    shares = writer.shares(dict.fromkeys(model.hf_shapes, "float32"))
+    for name, pieces in writer._slices.items():
+        assert shares[name] != before[name], name
+        whole = torch.zeros(model.hf_shapes[name])
+        for piece in pieces:
+            whole[piece.copy.hf] = piece.copy.back(piece.tensor[piece.copy.local])
+        for exposure in exposures:
+            spot = exposure.spots[name]
+            region = tuple(slice(at, at + size) for at, size in zip(spot.origin, spot.shape, strict=True))
+            assert torch.equal(exposure.views()[name], whole[region]), name
