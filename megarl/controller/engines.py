@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import ray
-import torch
 
 from megarl import cpu
 from megarl.batch import Prompt, Sample
 from megarl.config import Config
 from megarl.controller.calls import ProcessLost, wait_for
 from megarl.controller.generation import Generation
-from megarl.controller.placement import Place, places_of
+from megarl.controller.placement import Place, on_gpus, places_of
 from megarl.controller.sizes import cache_tokens
 from megarl.controller.workers import interface
 from megarl.errors import RunError
@@ -188,7 +187,7 @@ class EngineGroup:
 
     def peak_memory(self) -> list[int]:
         """Bytes of host memory that each engine held at most since the last time; none where engines compute elsewhere."""
-        if self._urls or torch.cuda.is_available():
+        if self._urls or on_gpus():
             return []
         return list(self._each(self._running(), "peak_memory", "measuring memory").values())
 
@@ -353,7 +352,7 @@ class EngineGroup:
 
     def _cache_tokens(self, engines: int, oversample: float) -> int | None:
         """On CPU a cache holds an engine's part of a step at once; on GPU SGLang sizes it to the memory it finds."""
-        return None if torch.cuda.is_available() else cache_tokens(self.config, engines, oversample)
+        return None if on_gpus() else cache_tokens(self.config, engines, oversample)
 
 
 class _One:

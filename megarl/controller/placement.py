@@ -45,13 +45,21 @@ class Places:
 
 def places_of(cfg: Config) -> Places:
     """On one machine without a GPU nothing is asked for: all take turns on its cores. RunError where the cluster has no room."""
-    several = sum(node["Alive"] for node in ray.nodes()) > 1
-    if torch.cuda.is_available() or (several and ray.cluster_resources().get("GPU")):
+    if on_gpus():
         return placed(cfg, "GPU")
-    if several:
+    if _several():
         return placed(cfg, "CPU")
     free = Place({"num_cpus": 0})
     return Places({pool: [free] * layout.ranks for pool, layout in cfg.layouts.items()}, [free] * cfg.rollout.started)
+
+
+def on_gpus() -> bool:
+    """Whether ranks and engines get GPUs; the machine that asks need not have one where there are several."""
+    return torch.cuda.is_available() or (_several() and bool(ray.cluster_resources().get("GPU")))
+
+
+def _several() -> bool:
+    return sum(node["Alive"] for node in ray.nodes()) > 1
 
 
 def placed(cfg: Config, resource: str) -> Places:
