@@ -81,8 +81,6 @@ CASES = {
         "rollout.engine.quantization=fp8",
         "rollout.engine.enable_dp_attention=true",
         "rollout.engine.context_length=79",
-        "rollout.engine.max_running_requests=8",
-        "rollout.deterministic=true",
         said=(
             "has no engine argument max_runing_requests; the nearest that it has is max_running_requests",
             "has no engine argument tensor_parallel_size; the nearest that it has is tp_size",
@@ -99,8 +97,12 @@ CASES = {
             "rollout.engine.quantization=fp8: quantised weights cannot be proved to be the trainer's",
             "rollout.engine.enable_dp_attention=True: weights are given to engines that are cut by rollout.engine.tp_size alone",
             "rollout.engine.context_length=79 cannot hold a prompt and its response",
-            "rollout.engine.max_running_requests=8: rollout.deterministic sets that itself and depends on it",
         ),
+    ),
+    "an engine that is to be deterministic": bad(
+        "rollout.engine.max_running_requests=8",
+        "rollout.deterministic=true",
+        said=("rollout.engine.max_running_requests=8: rollout.deterministic sets that itself and depends on it",),
     ),
     "engines that run already": bad(
         "rollout.urls=[localhost:30000, http://127.0.0.1:1/v1, http://127.0.0.1:2, http://127.0.0.1:2]",
