@@ -459,7 +459,7 @@ CASES = {
     ),
     "a value of a wrong kind in config.json": bad(
         "model.path={root}/odd",
-        said="config.json has a value of a wrong kind: could not convert string to float: 'tiny'",
+        said="config.json of a Qwen3ForCausalLM: rms_norm_eps = 'tiny' must be a finite number above 0",
     ),
     "a damaged tokenizer": bad("model.path={root}/torn", said="its tokenizer cannot be read"),
     "beyond the context": bad(
