@@ -14,6 +14,7 @@ from threading import Thread
 from typing import Any
 
 import torch
+from isal import isal_zlib
 from torch import Tensor
 
 from megarl.bridge.raw_io import Run, raw, read_exactly, reading
@@ -80,7 +81,9 @@ class BlockFile:
     What the disk does not take is raised by one of the calls that follow.
     """
 
-    def __init__(self, path: Path, blocks: Blocks, *, durable: bool):
+    def __init__(self, path: Path, blocks: Blocks, *, durable: bool, summed: bool = False):
+        """`summed`: `sum` is the CRC-32 of all that was written (`copy` may not be used)."""
+        self.sum, self._summed = 0, summed
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         self._durable, self._direct = durable, durable and _on_a_disk(path.parent)
         try:
@@ -110,6 +113,8 @@ class BlockFile:
         while done < len(view):
             room = self._room(len(view) - done)
             raw(room)[:] = view[done : done + len(room)]
+            if self._summed:  # of what is still in the core's cache
+                self.sum = isal_zlib.crc32(raw(room), self.sum)
             self._used += len(room)
             done += len(room)
         return done
@@ -119,6 +124,7 @@ class BlockFile:
 
     def copy(self, run: Run, dtype: torch.dtype, look: Look) -> None:
         """Appends bytes that lie in another file; `look` is shown all of them as elements, some at a time."""
+        assert not self._summed
         done, aligned = 0, self.tell() % dtype.itemsize == 0
         while done < run.length:
             wanted = min(_PIECE, run.length - done)

@@ -35,12 +35,12 @@ from megatron.core.dist_checkpointing.mapping import (
 from torch import Tensor
 
 from megarl.bridge.layout import Shape
+from megarl.bridge.out_file import Blocks
 from megarl.bridge.torch_dist import COMMON, METADATA, DistReader
 from megarl.bridge.torch_dist_write import (
     ChunkFile,
     altered,
     checksum,
-    checksums,
     write_checksums,
     write_common,
     write_metadata,
@@ -180,8 +180,7 @@ def begin(
     def write() -> tuple[str, list[dict[str, Any]], Sums]:
         if copies is not None:  # of this thread: what trains comes first
             os.setpriority(os.PRIO_PROCESS, 0, min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10))
-        records = _write(mine, pieces, objects)
-        return mine.name, records, _sums(mine, records)
+        return mine.name, *_write(mine, pieces, objects)
 
     writer = ThreadPoolExecutor(1, "checkpoint")
     written = writer.submit(write)
@@ -388,23 +387,21 @@ def _restore(optimizer: Optimizer, found: Mapping[str, Any], folder: Path) -> No
 # -- disk
 
 
-def _write(path: Path, pieces: Iterable[Piece], objects: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """This rank's file. Answers with what the metadata needs of it."""
-    with ChunkFile(path) as file:
+def _write(path: Path, pieces: Iterable[Piece], objects: Mapping[str, Any]) -> tuple[list[dict[str, Any]], Sums]:
+    """This rank's file: what the metadata needs of it, and its sums. Weights come first in it, so that a conversion, which leaves the
+    optimizer, need not read all. It goes past the page cache, whose pages would cost as much again as the bytes."""
+    with ChunkFile(path, Blocks(), summed=True) as file:
+        front: tuple[int, int] | None = None
         for piece in pieces:
+            if front is None and piece.key.startswith(_STATE):
+                front = file.so_far()
             file.write(piece.key, piece.data.to("cpu").reshape(piece.sizes), piece.offsets, piece.shape)
+        front = front or file.so_far()
         for key, value in objects.items():
             file.write_object(key, [value])
+        _, whole = file.so_far()
         file.end()
-    return file.records
-
-
-def _sums(path: Path, records: Iterable[Mapping[str, Any]]) -> Sums:
-    """Of this rank's file. Weights come first in it, so that a conversion, which leaves the optimizer, need not read all."""
-    weights = (r for r in records if "shape" in r and not r["key"].startswith(_STATE))
-    front = max((r["start"] + r["length"] for r in weights), default=0)
-    whole, of_front = checksums(path, front)
-    return whole, front, of_front
+    return file.records, (whole, *front)
 
 
 def _misfit(reader: DistReader, piece: Piece) -> str | None:
