@@ -170,7 +170,7 @@ def test_sampled_again_it_is_the_same_run(whole: Whole, tmp_path: Path) -> None:
     # What an engine says of its tokens depends, in the last bits, on what it samples beside them, and nothing else does.
     check_same(whole.run.run_folder, run.run_folder, unlike=("mismatch/",))
     for row, again in zip(numbers(whole.run.run_folder), numbers(run.run_folder), strict=True):
-        assert again == pytest.approx(row, abs=1e-5)
+        assert again == pytest.approx(row, rel=1e-5, abs=1e-5)
 
 
 @pytest.mark.slow
