@@ -72,6 +72,7 @@ def measure(scratch: Path, tokens: int, rounds: int) -> dict[str, list[float]]:
 
     engine, step = trainer(tokens)
     copies = dist_checkpoint.Copies()
+    engine.memory.before_change = copies.settle
     target = scratch / "checkpoint"
     seconds: dict[str, list[float]] = defaultdict(list)
 

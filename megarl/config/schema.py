@@ -304,7 +304,7 @@ class ExportConfig:
 class CheckpointConfig:
     every: int = 0  # steps between checkpoints, and one after the last step; 0: none
     keep: int = 2  # newest checkpoints that are kept, of which each holds the optimizer's states
-    asynchronous: bool = False  # written while the next steps run, from copies that take as much host memory
+    asynchronous: bool = False  # written while the next steps run; what an update would change before is copied
 
 
 @dataclass

@@ -15,9 +15,11 @@ import copy
 import math
 import os
 import shutil
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -50,6 +52,7 @@ from megarl.megatron.model import unwrap
 from megarl.megatron.optimizer import Optimizer
 
 _STEP = "step"
+_SMALL = 1 << 20  # bytes: quickly copied, and not only updates change what experts' routers count
 Sums = tuple[int, int, int]  # as `write_checksums` takes them
 _STATE = "optimizer.state."  # before the state's name and the parameter's key
 
@@ -73,24 +76,56 @@ class Piece:
 
 
 class Copies:
-    """Memory that a checkpoint is copied to, so that training goes on while it is written. Kept from one to the next: fresh pages
-    cost as much as the copying."""
+    """What a checkpoint is written from while training goes on.
+
+    What lies on a GPU is copied to the host at once. What lies in host memory is written from there, until `settle`, which must be
+    called before any of it changes: what is left then is copied. Before the next update most is written, and to copy everything took a
+    twentieth of a step. Copies are kept from one checkpoint to the next: fresh pages cost as much as the copying.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[tuple[str, Shape], Tensor] = {}
+        self._left: deque[Piece] = deque()  # to be written
+        self._live = False  # whether some of that is not copied
+        self._turn = threading.Condition()  # who holds it reads what is left
+        self._settling = False
 
-    def of(self, pieces: Iterable[Piece]) -> list[Piece]:
-        copied = [replace(piece, data=self._copy(piece)) for piece in pieces]
+    def of(self, pieces: Iterable[Piece]) -> Generator[Piece]:
+        """Each of the pieces, which must be written before the next is asked for, or the generator closed."""
+        self._left = deque(self._copied(p) if p.data.is_cuda or p.data.nbytes < _SMALL else p for p in pieces)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        return copied
+        self._live = True
+        return self._one_by_one()
 
-    def _copy(self, piece: Piece) -> Tensor:
+    def settle(self) -> None:
+        """Whatever is being saved may change from now on."""
+        if not self._live:
+            return
+        self._settling = True
+        with self._turn:
+            self._left = deque(self._copied(piece) for piece in self._left)
+            self._live = self._settling = False
+            self._turn.notify_all()
+
+    def _one_by_one(self) -> Generator[Piece]:
+        while True:
+            with self._turn:
+                self._turn.wait_for(
+                    lambda: not self._settling
+                )  # a lock alone is no turn: who lets go of it may have it again
+                if not self._left:
+                    return
+                yield self._left.popleft()
+
+    def _copied(self, piece: Piece) -> Piece:
         name, data = (piece.key, piece.offsets), piece.data
         kept = self._kept.get(name)
+        if data is kept:
+            return piece
         if kept is None or (kept.shape, kept.dtype) != (data.shape, data.dtype):
             kept = self._kept[name] = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
-        return kept.copy_(data, non_blocking=True)
+        return replace(piece, data=kept.copy_(data, non_blocking=True))
 
 
 @dataclass(frozen=True)
@@ -154,8 +189,8 @@ def begin(
     common: Mapping[str, Any] | None = None,
     copies: Copies | None = None,
 ) -> Unfinished:
-    """`save`, whose end is waited for later (`finish`). With `copies` training may go on meanwhile; without, nothing that is being
-    saved may change before it is finished."""
+    """`save`, whose end is waited for later (`finish`). With `copies` training may go on meanwhile, if they are told to `settle`
+    before an update; without, nothing that is being saved may change before it is finished."""
     rank = dist.get_rank()
     aside = folder.with_name(f".{folder.name}.unfinished")
     _agree(_emptied(folder, aside) if rank == 0 else None, UserError)
@@ -174,13 +209,13 @@ def begin(
         for entry in entries
         if isinstance(entry, ShardedObject) and is_main_replica(entry.replica_id)
     }
-    if copies is not None:
-        pieces = copies.of(pieces)
+    one_by_one = copies.of(pieces) if copies is not None else (piece for piece in pieces)
 
     def write() -> tuple[str, list[dict[str, Any]], Sums]:
         if copies is not None:  # of this thread: what trains comes first
             os.setpriority(os.PRIO_PROCESS, 0, min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10))
-        return mine.name, *_write(mine, pieces, objects)
+        with closing(one_by_one):
+            return mine.name, *_write(mine, one_by_one, objects)
 
     writer = ThreadPoolExecutor(1, "checkpoint")
     written = writer.submit(write)

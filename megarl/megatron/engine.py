@@ -188,6 +188,7 @@ class MegatronEngine:
         weigh = partial(_sequence_weights, denominators) if self.balances else None
         experts.forget(self.chunks)
         results = self._run(batch, self._plan(batch), loss, forward_only=False, weigh=weigh)
+        self.memory.before_change()
         try:
             update = self.optimizer.update()
         except (MemoryError, RuntimeError) as error:

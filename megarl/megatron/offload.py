@@ -12,7 +12,7 @@ once, shrunk to zero bytes, later grown and filled again; every view of it, and 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -62,6 +62,7 @@ class Memory:
     chunks: Sequence[torch.nn.Module]  # plain, or wrapped in Megatron's DistributedDataParallel
     optimizer: Any = None  # ours, or None
     even_on_cpu: bool = False
+    before_change: Callable[[], None] = lambda: None  # called before any of it is freed here, or updated by its owner
     _away: dict[str, list[_Away]] = field(default_factory=dict)
     _kept: dict[int, torch.Tensor] = field(default_factory=dict)  # pinning is slow: CPU copies are made once a storage
 
@@ -80,6 +81,7 @@ class Memory:
     def offload(self, *kinds: str) -> Moved:
         """Free the device's memory of these kinds; none named: all. What is away already is left alone."""
         start = time.perf_counter()
+        self.before_change()
         moved = {}
         for kind in _checked(kinds):
             if kind in self._away:

@@ -185,6 +185,8 @@ class Worker:
 
         copies = self.copies.setdefault(role, Copies()) if copied else None
         with self.roles.learning(role) as engine:
+            if copies is not None:
+                engine.memory.before_change = copies.settle
             source = Path(getattr(self.models, role))
             self.saves[role] = Save(Path(folder), role, engine, self.place, source, copies)
 

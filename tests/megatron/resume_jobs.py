@@ -66,7 +66,10 @@ def _run(rank: int, world: int, job: Job) -> Any:
         train(job.first, job.last)
         state = {"optimizer": engine.optimizer, "common": {"step": job.last, "name": "a run"}}
         if job.meanwhile:
-            writing = dist_checkpoint.begin(Path(job.end), engine.chunks, **state, copies=dist_checkpoint.Copies())
+            dist_checkpoint._SMALL = 0  # nothing is copied before it must be
+            copies = dist_checkpoint.Copies()
+            engine.memory.before_change = copies.settle
+            writing = dist_checkpoint.begin(Path(job.end), engine.chunks, **state, copies=copies)
             train(job.last, job.last + 1)
             writing.finish()
         else:
