@@ -21,6 +21,7 @@ from megarl.controller.engines import EngineGroup
 from megarl.controller.estimator import Estimator
 from megarl.controller.evaluation import Evaluation
 from megarl.controller.export import export_critic, export_hf
+from megarl.controller.last_word import LastWord
 from megarl.controller.phases import Phases
 from megarl.controller.placement import Places, places_of
 from megarl.controller.preflight import Prepared
@@ -49,7 +50,7 @@ from megarl.rewards import Rewarder
 
 def run(cfg: Config, prepared: Prepared) -> int:
     """Train as the configuration says; the exit code. Raises RunError where the run cannot go on."""
-    with _Signals() as signals:
+    with LastWord(), _Signals() as signals:
         for restarts in range(cfg.run.max_restarts + 1):
             with ExitStack() as stack:
                 observer = stack.enter_context(_observer(cfg, prepared))

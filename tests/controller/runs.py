@@ -80,6 +80,12 @@ class Run:
 
     # ---- how it ends
 
+    def until_said(self, timeout: float) -> None:
+        """Wait for a line of megarl's own on the error stream, which may come after the end."""
+        end = time.monotonic() + timeout
+        while not self.said and time.monotonic() < end:
+            time.sleep(0.05)
+
     def until(self, condition: Callable[[], Any], timeout: float, what: str) -> None:
         """Wait for a condition; fails when it has not come true in time, or the run ended before it did."""
         end = time.monotonic() + timeout

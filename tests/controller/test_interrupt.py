@@ -149,6 +149,9 @@ def test_kill_of_the_command(tmp_path: Path) -> None:
         run.until(lambda: steps(run, 1), 150, "a step")
         run.signal(signal.SIGKILL, group=False)
         assert run.code(5) == 128 + signal.SIGKILL
+        run.until_said(10)
+        (said,) = run.said
+        assert "ended from outside" in said and "run.resume=auto" in said
         end = time.monotonic() + 20
         while computing(run) and time.monotonic() < end:
             time.sleep(0.1)

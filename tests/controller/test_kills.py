@@ -106,9 +106,9 @@ def test_killed_in_every_stage_and_gone_on(kind: str, whole: Whole, tmp_path: Pa
             code = run.code(PATIENCE * (1 + len(part.kills)))
             told = f"{part}: {code}\n{run.out[-3000:]}\n{run.err[-3000:]}"
             assert code == part.code and killed(run) == len(part.kills), told
-            # Ray itself ends a command that finds Ray's object store gone: without a word
-            quiet = kind == "raylet" and code == 1 and not run.said
-            assert (quiet or len(run.said) == (code == 1)) and "Traceback" not in run.err, told
+            if code:  # a command that is killed is told of by who watches it
+                run.until_said(10)
+            assert len(run.said) == (code != 0) and "Traceback" not in run.err, told
         (folder,) = (tmp_path / "runs").iterdir()
         if kind == "driver" and part.kills and part.kills[0].startswith("checkpoint"):
             assert list((folder / "checkpoints").glob(".step-*.unfinished")), "the kill came too late"
