@@ -23,9 +23,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import ray
 import torch
+from torch.distributed import TCPStore
 
 from benchmarks.table import Row, at_least, at_most, plain, text, write_json
 from megarl import config, cpu, models
@@ -168,14 +170,18 @@ class Ranks:
     def write(self, bucket: BucketSpec) -> list[dict[str, int]]:
         return ray.get([actor.write.remote(bucket) for actor in self.actors])
 
-    def meeting_place(self) -> tuple[str, int]:
-        return "127.0.0.1", unused_port()
-
     def regions(self) -> list[Regions]:
         return ray.get([actor.regions.remote() for actor in self.actors])
 
-    def link(self, meeting: Meeting) -> None:
-        ray.get([actor.link.remote(meeting, rank) for rank, actor in enumerate(self.actors)])
+    def link(self, meeting: Meeting) -> list[Any]:
+        return [actor.link.remote(meeting, rank) for rank, actor in enumerate(self.actors)]
+
+    def linked(self, token: list[Any], wait: float) -> bool:
+        ray.get(token)
+        return True
+
+    def unlink(self, token: list[Any]) -> None:
+        """Not called: no engine is lost here."""
 
     def send(self, buckets: list[BucketSpec]) -> list[dict[str, int]]:
         return ray.get([actor.send.remote(buckets) for actor in self.actors])
@@ -206,7 +212,8 @@ class Bare:
     def __init__(self) -> None:
         remote = ray.remote(Peer).options(num_cpus=0, runtime_env={"env_vars": cpu.process_env(1)})
         self.peers = [remote.remote() for _ in range(2)]
-        meeting = Meeting("127.0.0.1", unused_port(), 1, 2, 60.0)
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        meeting = Meeting("127.0.0.1", self._store.port, 1, 2, 60.0)
         ray.get([peer.join.remote(meeting, rank) for rank, peer in enumerate(self.peers)])
 
     def __call__(self, size: int, message: int) -> float:

@@ -243,6 +243,24 @@ class EngineGroup:
             for slot, at in zip(self._updating, first, strict=True)
         ]
 
+    def lost(self, token: Any, wait: float) -> bool:
+        calls = [call for _, call in token]
+        done = ray.wait(calls, num_returns=len(calls), timeout=wait)[0] if calls else []
+        gone = [slot for slot, call in token if call in done and not self._answers([slot], [call], "weight update")]
+        token[:] = [(slot, call) for slot, call in token if slot not in gone]
+        self._updating = [slot for slot in self._updating if slot not in gone]
+        return bool(gone)
+
+    def unlink(self, token: Any) -> None:
+        for slot, call in token:
+            try:
+                self.answer(slot, call, "weight update")
+            except LOST as error:
+                self.lose(slot, error)
+                self._updating.remove(slot)
+            except RunError:
+                pass  # as it was told to
+
     def expose(self, tensors: Sequence[BucketTensor]) -> dict[Member, list[Exposure]]:
         answers = self._update("expose", list(tensors))
         return {slot.member: answers[slot.number] for slot in self._updating}
@@ -379,6 +397,14 @@ class _One:
 
     def link(self, meeting: Meeting, sources: list[Regions], plan: list[list[BucketTensor]]) -> object:
         return self._slot.actor.link.remote(meeting, meeting.sources, sources, plan)
+
+    def lost(self, token: object, wait: float) -> bool:
+        if ray.wait([token], timeout=wait)[0]:
+            self._answer(token)  # which raises its loss
+        return False
+
+    def unlink(self, token: object) -> None:
+        """Not called: its loss was raised."""
 
     def expose(self, tensors: Sequence[BucketTensor]) -> dict[Member, list[Exposure]]:
         (exposures,) = self._call("expose", list(tensors))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import ray
 import torch
 
 from megarl.batch import Batch, Sample
@@ -37,7 +38,8 @@ def transport(cfg: Config, model: ModelMap, source: Path, folder: Path) -> Trans
     if r.transport == "disk":
         return Disk(model, **options, folder=user_path(r.folder) if r.folder else folder, source=source)
     if r.transport == "distributed":
-        return Distributed(model, **options, timeout=timeout)
+        host = "127.0.0.1" if cfg.cluster.address is None else ray.util.get_node_ip_address()
+        return Distributed(model, **options, timeout=timeout, host=host)
     in_place = r.in_place and not torch.cuda.is_available()  # weights in a GPU's memory cannot be mapped so
     return Colocated(model, **options, timeout=timeout, in_place=in_place)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -141,8 +142,19 @@ class WorkerGroup:
     def regions(self) -> list[Regions]:
         return self._all("regions", "linking ranks and engines")
 
-    def link(self, meeting: Meeting) -> None:
-        self._all("link", "linking ranks and engines", meeting)
+    def link(self, meeting: Meeting) -> list[Any]:
+        return [actor.link.remote(meeting) for actor in self.actors]
+
+    def linked(self, token: list[Any], wait: float) -> bool:
+        done, missing = ray.wait(token, num_returns=len(token), timeout=wait)
+        numbers = [token.index(call) for call in done]
+        wait_for(done, "linking ranks and engines", self._timeout, self._process, numbers)
+        return not missing
+
+    def unlink(self, token: list[Any]) -> None:
+        for call in token:
+            with contextlib.suppress(ray.exceptions.RayError):  # a dead rank is told by whatever is asked of it next
+                ray.get(call, timeout=self._timeout)
 
     def send(self, buckets: Sequence[BucketSpec]) -> list[dict[str, int]]:
         return self._all("send", "sending weights", list(buckets))

@@ -9,22 +9,32 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from torch.distributed import TCPStore
+
 from megarl.bridge.model_map import ModelMap
+from megarl.errors import RunError
 from megarl.reshard.bucket import BucketSpec, BucketTensor
-from megarl.reshard.link import Meeting, Regions
+from megarl.reshard.link import Meeting, Regions, call_off
 from megarl.reshard.transfer import Member, Proof, Receivers, Transfer, Writers
+
+_LOOK = 0.5  # seconds between two looks at whether all who are to join live
+_GRACE = 5.0  # seconds in which the death of an engine's process is known
 
 
 class Senders(Writers, Protocol):
     """All ranks that hold a model, each with an `Outlet`."""
 
-    def meeting_place(self) -> tuple[str, int]:
-        """Address of the first rank's host and a free port there."""
-
     def regions(self) -> list[Regions]:
         """What each rank answers for."""
 
-    def link(self, meeting: Meeting) -> None: ...
+    def link(self, meeting: Meeting) -> object:
+        """Begin to join."""
+
+    def linked(self, token: object, wait: float) -> bool:
+        """Whether all have joined within `wait` seconds. RunError where one cannot."""
+
+    def unlink(self, token: object) -> None:
+        """Return when all have given up."""
 
     def send(self, buckets: Sequence[BucketSpec]) -> list[dict[str, int]]:
         """Return when everything has been taken: each rank's shares of the fingerprints that the buckets ask for."""
@@ -38,6 +48,12 @@ class LinkedReceivers(Receivers, Protocol):
 
     def link(self, meeting: Meeting, sources: list[Regions], plan: list[list[BucketTensor]]) -> object:
         """Begin to join; waited for with `loaded`."""
+
+    def lost(self, token: object, wait: float) -> bool:
+        """Whether an engine that joins is gone, after `wait` seconds at most. RunError where one lives and cannot join."""
+
+    def unlink(self, token: object) -> None:
+        """Return when all who are left have given up; their update goes on."""
 
 
 class Distributed(Transfer):
@@ -54,20 +70,24 @@ class Distributed(Transfer):
         verify: str,
         full_every: int = 0,
         timeout: float = 600.0,
+        host: str = "127.0.0.1",
     ):
-        """`timeout`: seconds that ranks wait for each other."""
+        """`timeout`: seconds that ranks wait for each other. `host`: this process's, as ranks and engines reach it."""
         super().__init__(model_map, dtype=dtype, bucket_bytes=bucket_bytes, verify=verify, full_every=full_every)
         self._timeout = timeout
+        self._host = host
         self._joined: tuple[Member, ...] | None = None
+        self._store: TCPStore | None = None  # of those who have joined: NCCL looks into it later, too
 
     def close(self) -> None:
-        """Nothing is held here: the group ends with its processes."""
+        """The group itself ends with its processes."""
+        self._store = None
 
     def _move(self, buckets: Sequence[BucketSpec], shards: Senders, receivers: LinkedReceivers, version: int) -> Proof:
+        known = receivers.members() == self._joined
+        while not known and not self._join(shards, receivers):
+            pass  # without those that were lost
         members = receivers.members()
-        known = members == self._joined
-        if not known:
-            self._join(shards, receivers)
         self._joined = None  # whatever fails from here on leaves messages that nobody takes
         # SGLang's own loader takes engines' first update, which proves what lies where in their weights; later ones go straight there
         numbered = [replace(bucket, number=number, in_place=known) for number, bucket in enumerate(buckets)]
@@ -77,10 +97,36 @@ class Distributed(Transfer):
         self._joined = members
         return Proof(shares, receivers.end_update())
 
-    def _join(self, shards: Senders, receivers: LinkedReceivers) -> None:
+    def _join(self, shards: Senders, receivers: LinkedReceivers) -> bool:
+        """Make the group; False where an engine was lost over it."""
         sources = shards.regions()
-        address, port = shards.meeting_place()
-        meeting = Meeting(address, port, len(sources), len(sources) + receivers.ranks(), self._timeout)
+        store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
+        meeting = Meeting(self._host, store.port, len(sources), len(sources) + receivers.ranks(), self._timeout)
         joining = receivers.link(meeting, sources, [bucket.tensors for bucket in self.buckets])
-        shards.link(meeting)
+        linking = shards.link(meeting)
+        complete = False
+        try:
+            complete = _all_come(shards, linking, receivers, joining)
+        finally:
+            if not complete:
+                call_off(store, meeting.world)
+                shards.unlink(linking)
+        if not complete:
+            receivers.unlink(joining)
+            return False
         receivers.loaded(joining)
+        self._store = store
+        return True
+
+
+def _all_come(shards: Senders, linking: object, receivers: LinkedReceivers, joining: object) -> bool:
+    """False where an engine is lost meanwhile, for which all others would wait in vain."""
+    while not receivers.lost(joining, 0.0):
+        try:
+            if shards.linked(linking, _LOOK):
+                return True
+        except RunError:
+            if receivers.lost(joining, _GRACE):  # a rank found nobody where an engine was
+                return False
+            raise
+    return False

@@ -29,7 +29,8 @@ Regions = Mapping[str, Sequence[Region]]  # what one rank has of which tensor
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the ranks of a group find each other. The first `sources` are the trainer's, the others an engine's, in order."""
+    """Where the ranks of a group find each other: in the store of who has called them, and may call them off again (`call_off`) while
+    they wait. The first `sources` are the trainer's, the others an engine's, in order."""
 
     address: str
     port: int
@@ -38,6 +39,7 @@ class Meeting:
     timeout: float  # seconds
 
 
+_OFF = "off"  # in a meeting's store
 _ALONE = 1 << 19  # bytes from which on a slice is a message by itself
 
 
@@ -100,12 +102,29 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def join(meeting: Meeting, rank: int) -> dist.ProcessGroup:
-    """A group beside the process's others. Returns when all have come; raises RuntimeError where they do not in time."""
+    """A group beside the process's others. Returns when all have come; raises RuntimeError where they do not in time, and at once when
+    the meeting is called off."""
     limit = timedelta(seconds=meeting.timeout)
-    store = dist.TCPStore(meeting.address, meeting.port, meeting.world, is_master=rank == 0, timeout=limit)
+    store = dist.TCPStore(meeting.address, meeting.port, is_master=False, wait_for_workers=False, timeout=limit)
+    # Here and not in the group, which nobody can call off: gloo waits five times its limit for one that has died.
+    store.set(_here(rank), "")
+    store.wait([_here(other) for other in range(meeting.world)], limit)
+    if store.check([_OFF]):
+        raise RuntimeError("the meeting was called off")
     if torch.cuda.is_available():
         return dist.ProcessGroupNCCL(store, rank, meeting.world, limit)
     return dist.ProcessGroupGloo(store, rank, meeting.world, limit)
+
+
+def call_off(store: dist.Store, world: int) -> None:
+    """Let all fail who wait for a meeting's others, or will."""
+    store.set(_OFF, "")
+    for rank in range(world):
+        store.set(_here(rank), "")
+
+
+def _here(rank: int) -> str:
+    return f"here/{rank}"
 
 
 class _Buffers:

@@ -114,7 +114,7 @@ class Server(Serving):
         self.expected, self.loaded = set(), set()
 
     def link(self, meeting: Meeting, first: int, sources: list[Regions], plan: list[list[BucketTensor]]) -> None:
-        self._ask(loader.link_request(meeting, first, sources, plan))
+        self._ask(loader.link_request(meeting, first, sources, plan), again=True)
 
     def load_buckets(self, buckets: Sequence[BucketSpec]) -> None:
         self._take(loader.buckets_request(buckets), buckets)
@@ -135,9 +135,9 @@ class Server(Serving):
         for what, seconds in report["seconds"].items():
             self.seconds[what] += seconds
 
-    def _ask(self, what: str, last: bool = False) -> dict[str, Any]:
+    def _ask(self, what: str, last: bool = False, again: bool = False) -> dict[str, Any]:
         """What the schedulers' loaders answer together. `last` of an update: keys and values of the old weights must not serve the new
-        ones and are forgotten, and the new weights get their version."""
+        ones and are forgotten, and the new weights get their version. `again`: where it fails the update goes on."""
 
         def send(request: Path) -> None:
             if not self._opened:
@@ -153,7 +153,7 @@ class Server(Serving):
             )
             _accepted(self._run(self.engine.tokenizer_manager.update_weights_from_tensor(message)))
 
-        return self._answered(what, send)
+        return self._answered(what, send, again)
 
     def _finish(self, in_place: Sequence[str]) -> dict[str, Any]:
         """As the `last` of an update in which SGLang was given nothing: one message instead of the three that it needs for weights."""
@@ -167,7 +167,7 @@ class Server(Serving):
 
         return self._answered(loader.prove_request(in_place), send)
 
-    def _answered(self, what: str, send: Callable[[Path], None]) -> dict[str, Any]:
+    def _answered(self, what: str, send: Callable[[Path], None], again: bool = False) -> dict[str, Any]:
         if self.updating is None:
             raise RunError("no weight update was begun")
         folder = tempfile.mkdtemp(prefix="request-")  # a file that is written again waits for the disk
@@ -177,7 +177,8 @@ class Server(Serving):
             send(request)
             return loader.read_reports(request, self.ranks)
         except RunError as error:
-            self._give_up(str(error))
+            if not again:
+                self._give_up(str(error))
             raise
         finally:
             shutil.rmtree(folder)

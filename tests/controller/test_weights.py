@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +20,7 @@ from megarl.controller.sync import WeightSync, transport
 from megarl.controller.workers import WorkerGroup
 from megarl.models.tiny import make_tiny
 from megarl.reshard.exposure import Exposure
-from tests.controller.runs import CONFIG
+from tests.controller.runs import CONFIG, processes
 
 TRANSPORTS = ("colocated", "distributed", "disk")
 LAYOUTS = {
@@ -97,6 +101,48 @@ def test_two_ranks_give_weights_to_an_engine_of_two(tmp_path: Path) -> None:
     first, other = (make_tiny("qwen2-untied", tmp_path / str(seed), seed=seed) for seed in (0, 1))
     with engines_of(other, 2) as engines:
         assert check_syncs(first, LAYOUTS["TP2+SP"], [engines], tmp_path) == 6
+
+
+@pytest.mark.slow
+def test_an_engine_that_dies_while_it_joins_the_ranks_holds_nobody_up(tmp_path: Path) -> None:
+    """It would be waited for until cluster.worker_timeout, by the ranks and by the other engine."""
+    first, other = (make_tiny("qwen3", tmp_path / str(seed), seed=seed) for seed in (0, 1))
+    cfg = config.load(CONFIG, [f"model.path={first}", "reshard.transport=distributed"])
+    prepared = preflight(cfg)
+    notes: list[str] = []
+    engines = EngineGroup(cfg, other, engines=2, max_restarts=1, note=notes.append)
+    actor = WorkerGroup(cfg, prepared.models, prepared.model.dims.hidden)
+    moving = transport(cfg, prepared.model, prepared.folder, tmp_path)
+    sync = WeightSync(actor, engines, moving, "float32", False, 1e-5, prepared.model.dims.vocab)
+    engines.renew = sync.renew
+    try:
+        actor.start()
+        actor.ready()
+        engines.ready()
+        host = engines.slots[1].info["pid"]
+        scheduler = next(pid for pid, title in processes(host).items() if "scheduler" in title)
+        link = engines.link
+
+        def dying(*arguments: Any) -> Any:
+            token = link(*arguments)
+            threading.Timer(1.0, os.kill, (scheduler, signal.SIGKILL)).start()
+            engines.link = link  # type: ignore[method-assign]
+            return token
+
+        engines.link = dying  # type: ignore[method-assign]
+        os.kill(scheduler, signal.SIGSTOP)  # so that it does not come to join
+        metrics = sync.push(1)
+        assert metrics["reshard/verified"] == len(prepared.model.hf_shapes)
+        assert len(notes) == 1 and "rollout engine 1 is started anew (1 of 1 in this step)" in notes[0]
+        assert "died" in notes[0] and "\n" not in notes[0]
+        assert [slot.current for slot in engines.slots] == [True, False]
+        assert sync.probe_engines()["reshard/probe_abs_max"] <= 1e-5  # both: the new one is given the weights
+        sync.push(2)  # in one group again
+        assert sync.probe_engines()["reshard/probe_abs_max"] <= 1e-5 and len(notes) == 1
+    finally:
+        engines.shutdown()
+        for rank in actor:
+            rank.__ray_terminate__.remote()
 
 
 @pytest.mark.slow

@@ -32,6 +32,7 @@ class Ranks:
         context = multiprocessing.get_context("spawn")
         world, port = tensor * pipeline * data, free_port()
         self._pipes, self._processes = [], []
+        self.gave_up: list[str] = []  # why ranks did not join, the last time that they did not
         for rank in range(world):
             ours, theirs = context.Pipe()
             arguments = (theirs, rank, world, port, str(folder), tensor, pipeline, expert)
@@ -63,14 +64,22 @@ class Ranks:
     def write_in_place(self, members: Sequence[Member]) -> None:
         self._all("write_in_place", list(members))
 
-    def meeting_place(self) -> tuple[str, int]:
-        return "127.0.0.1", free_port()
-
     def regions(self) -> list[Regions]:
         return self._all("regions")
 
     def link(self, meeting: Meeting) -> None:
-        self._all("link", meeting)
+        for pipe in self._pipes:
+            pipe.send(("link", (meeting,)))
+
+    def linked(self, token: None, wait: float) -> bool:
+        if not all(pipe.poll(wait) for pipe in self._pipes):
+            return False
+        refused = [why for why in self._answers() if why]
+        assert not refused, refused
+        return True
+
+    def unlink(self, token: None) -> None:
+        self.gave_up = self._answers()
 
     def send(self, buckets: Sequence[BucketSpec]) -> list[dict[str, int]]:
         return self._all("send", list(buckets))
@@ -161,8 +170,13 @@ class _Server:
         finally:
             self.writer._engines = engines
 
-    def link(self, meeting: Meeting) -> None:
-        self._outlet = Outlet(meeting, self._rank, self.regions())
+    def link(self, meeting: Meeting) -> str:
+        """Why it could not; empty where it could."""
+        try:
+            self._outlet = Outlet(meeting, self._rank, self.regions())
+        except RuntimeError as error:
+            return str(error)
+        return ""
 
     def send(self, buckets: list[BucketSpec]) -> dict[str, int]:
         """With what is frozen in the place of the weights, but not in that of their fingerprints."""

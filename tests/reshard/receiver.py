@@ -46,6 +46,11 @@ class Receiver:
         joining.start()
         return joining
 
+    def lost(self, token: object, wait: float) -> bool:
+        return False
+
+    def unlink(self, token: object) -> None: ...
+
     def load_stream(self, stream: Stream, control: Control) -> None:
         for number, bucket in enumerate(stream.buckets):
             control.wait_written(number + 1)

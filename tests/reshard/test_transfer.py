@@ -94,6 +94,27 @@ def test_buckets_of_any_size(transfer, ranks, folder, kind: str, bucket_bytes: i
     assert len(receiver.buckets) == (1 if bucket_bytes == 1 << 30 else len(want) if bucket_bytes == 1 else len(sizes))
 
 
+class _Dying(Receiver):
+    """At its first try to join it is gone; at the second another engine is in its place."""
+
+    tries = 0
+
+    def link(self, *arguments: Any) -> object:
+        self.tries += 1
+        return None if self.tries == 1 else super().link(*arguments)
+
+    def lost(self, token: object, wait: float) -> bool:
+        return token is None
+
+
+def test_ranks_do_not_wait_for_an_engine_that_died_while_joining(transfer, ranks, folder) -> None:
+    source, group, receiver = folder("tp2"), ranks("tp2"), _Dying()
+    transfer("distributed", source).push(group, receiver, 1)
+    assert group.gave_up == ["the meeting was called off"] * 2
+    want = load_file(source / "model.safetensors")
+    assert all(torch.equal(receiver.tensors[name], tensor) for name, tensor in want.items())
+
+
 def _swap(tensors: dict[str, Tensor]) -> None:
     other = FULL.replace("layers.2", "layers.1")
     tensors[FULL], tensors[other] = tensors[other], tensors[FULL]
