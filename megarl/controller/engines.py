@@ -261,6 +261,9 @@ class EngineGroup:
             except RunError:
                 pass  # as it was told to
 
+    def reach(self, kind: str, paths: Sequence[str]) -> list[str]:
+        return [why for answers in self._update("reach", kind, list(paths)).values() for why in answers]
+
     def expose(self, tensors: Sequence[BucketTensor]) -> dict[Member, list[Exposure]]:
         answers = self._update("expose", list(tensors))
         return {slot.member: answers[slot.number] for slot in self._updating}
@@ -405,6 +408,10 @@ class _One:
 
     def unlink(self, token: object) -> None:
         """Not called: its loss was raised."""
+
+    def reach(self, kind: str, paths: Sequence[str]) -> list[str]:
+        (refused,) = self._call("reach", kind, list(paths))
+        return refused
 
     def expose(self, tensors: Sequence[BucketTensor]) -> dict[Member, list[Exposure]]:
         (exposures,) = self._call("expose", list(tensors))

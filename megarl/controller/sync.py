@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,9 +25,11 @@ _TOLERANCE = {"float32": 1e-5, "bfloat16": 0.25}  # bfloat16: two different orde
 _PROBE_TOKENS = 48
 
 
-def transport(cfg: Config, model: ModelMap, source: Path, folder: Path) -> Transfer:
+def transport(
+    cfg: Config, model: ModelMap, source: Path, folder: Path, note: Callable[[str], None] = lambda _: None
+) -> Transfer:
     """The way of the weights that a configuration names. `source`: the model's folder; `folder`: where weights go that travel by disk,
-    unless it names another."""
+    unless it names another. `note` is told when weights take another way than they could."""
     r = cfg.reshard
     timeout = cfg.cluster.worker_timeout
     options = {
@@ -40,8 +43,9 @@ def transport(cfg: Config, model: ModelMap, source: Path, folder: Path) -> Trans
     if r.transport == "distributed":
         host = "127.0.0.1" if cfg.cluster.address is None else ray.util.get_node_ip_address()
         return Distributed(model, **options, timeout=timeout, host=host)
-    in_place = r.in_place and not torch.cuda.is_available()  # weights in a GPU's memory cannot be mapped so
-    return Colocated(model, **options, timeout=timeout, in_place=in_place)
+    if torch.cuda.is_available():
+        return Colocated(model, **options, timeout=timeout, device="cuda", note=note)
+    return Colocated(model, **options, timeout=timeout, in_place=r.in_place)
 
 
 @dataclass

@@ -146,7 +146,7 @@ def _build(cfg: Config, prepared: Prepared, observer: Observer, stack: ExitStack
         engines.ready()
         engines.release()  # until the first weights
     dtype = cfg.rollout.dtype or cfg.model.dtype
-    transfer = transport(cfg, prepared.model, prepared.folder, observer.folder.path / "weights")
+    transfer = transport(cfg, prepared.model, prepared.folder, observer.folder.path / "weights", observer.note)
     stack.callback(transfer.close)
     coarser = "bfloat16" if "bfloat16" in (dtype, cfg.model.dtype) else dtype
     probe = cfg.reshard.probe or bool(r.urls)  # whose weights cannot be read back

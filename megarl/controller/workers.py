@@ -123,6 +123,9 @@ class WorkerGroup:
     def pieces(self, bucket: BucketSpec, role: str) -> list[list[tuple[Copy, torch.Tensor]]]:
         return self._all("pieces", "sending weights", bucket, role)
 
+    def offer(self, kind: str, paths: Sequence[str], size: int) -> list[str]:
+        return self._all("offer", "making weight buckets", kind, list(paths), size)
+
     def write_stream(self, stream: Stream) -> list[dict[str, int]]:
         return self._all("write_stream", "writing weights", stream)
 

@@ -221,8 +221,10 @@ class Plan:
 
     @property
     def _sent(self) -> int:
-        """Buffers of a trainer's rank for weights that go as messages: two (reshard/link.py)."""
-        return 2 * self.largest_bucket if self.config.reshard.transport == "distributed" else 0
+        """Of a rank, for weights that go as messages (reshard/link.py) or lie in its GPU (reshard/devices.py): two buckets."""
+        kind = self.config.reshard.transport
+        held = kind == "distributed" or (kind == "colocated" and self.hardware.gpu)
+        return 2 * self.largest_bucket if held else 0
 
     @cached_property
     def _received(self) -> int:

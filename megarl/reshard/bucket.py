@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megarl.errors import RunError
+from megarl.reshard import devices
 
 ALIGN = 64  # bytes; a cache line, and a multiple of every element's size
 
@@ -47,6 +48,7 @@ class BucketSpec:
     reused: bool = False
     number: int | None = None  # of a bucket that comes as messages (`Distributed`), in the plan
     in_place: bool = False  # of such a bucket: its messages go straight into the engine's weights
+    device: str = ""  # of a bucket that lies in GPUs' memory, at `path` on each: the kind (`megarl.reshard.devices`)
 
     @classmethod
     def plan(
@@ -87,18 +89,38 @@ class BucketSpec:
 
         Raises RunError when the file is missing or shorter than the tensors say.
         """
+        data = self._bytes()
+        return {
+            item.name: data[item.offset : item.offset + item.nbytes].view(getattr(torch, item.dtype)).view(item.shape)
+            for item in self.tensors
+        }
+
+    def clear(self) -> None:
+        """Before a rank writes: where each has a bucket of its own it must be zero but for what is written."""
+        if self.device:
+            self._bytes().zero_()
+
+    def gather(self) -> None:
+        """After ranks have written, on every rank: where each has a bucket of its own, each gets what all have written."""
+        if self.device:
+            devices.gather(self._bytes())
+
+    def settle(self) -> None:
+        """Return when what was begun to be read from it has been."""
+        if self.device:
+            devices.settle(self._bytes())
+
+    def _bytes(self) -> torch.Tensor:
         need = max(self.nbytes, 1)
+        if self.device:
+            return devices.memory(self.device, self.path)[:need]
         try:
             found = os.stat(self.path)
         except OSError as error:
             raise RunError(f"weight bucket {self.path}: {error.strerror}") from error
         if found.st_size < need:
             raise RunError(f"weight bucket {self.path} has {found.st_size} bytes, its tensors need {need}")
-        data = _kept(self.path, found.st_ino, found.st_size) if self.reused else _mapped(self.path, need)
-        return {
-            item.name: data[item.offset : item.offset + item.nbytes].view(getattr(torch, item.dtype)).view(item.shape)
-            for item in self.tensors
-        }
+        return _kept(self.path, found.st_ino, found.st_size) if self.reused else _mapped(self.path, need)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -107,7 +129,7 @@ class BucketSpec:
     def from_json(cls, text: str) -> BucketSpec:
         raw = json.loads(text)
         tensors = [BucketTensor.of(item) for item in raw["tensors"]]
-        return cls(raw["path"], tensors, tuple(raw["prove"]), raw["reused"], raw["number"], raw["in_place"])
+        return cls(**raw | {"tensors": tensors, "prove": tuple(raw["prove"])})
 
 
 _mappings: dict[tuple[str, int, int], torch.Tensor] = {}  # of this process

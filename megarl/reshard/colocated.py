@@ -5,13 +5,15 @@ places, so nothing is gathered. Their pages are used again by every bucket and e
 
 With `in_place` that is how an engine's first update goes, which SGLang's own loader takes and which therefore proves what lies where
 in its weights. From then on ranks write straight into those (`megarl.reshard.exposure`), and the buckets' memory is given back.
+
+On GPUs buckets lie in their memory (`megarl.reshard.devices`), where every engine's rank shares its GPU with one of the trainer's.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +36,9 @@ class StreamWriters(Writers, Protocol):
 
     def __len__(self) -> int: ...
 
+    def offer(self, kind: str, paths: Sequence[str], size: int) -> list[str]:
+        """Have every rank hold memory of its device for these buckets, and for no other; of each why it cannot, empty where it can."""
+
     def write_stream(self, stream: Stream) -> list[dict[str, int]]:
         """Have every rank write its slices of every bucket; each rank's shares of the fingerprints that the buckets ask for."""
 
@@ -52,6 +57,9 @@ class StreamReceivers(Receivers, Protocol):
 
     def ranks(self) -> int:
         """Of all engines that take part in this update together."""
+
+    def reach(self, kind: str, paths: Sequence[str]) -> list[str]:
+        """Have every engine's ranks open these buckets in the memory of their devices; why some cannot."""
 
     def expose(self, tensors: Sequence[BucketTensor]) -> dict[Member, list[Exposure]]:
         """Of each engine, rank by rank, where these tensors of a checkpoint lie in its weights."""
@@ -73,10 +81,13 @@ class Colocated(Transfer):
         full_every: int = 0,
         timeout: float = 600.0,
         in_place: bool = False,
+        device: str = "",
+        note: Callable[[str], None] = lambda _: None,
         folder: Path = _SHARED_MEMORY,
     ):
         """`timeout`: seconds that ranks and engines wait for each other. `in_place`: the engines' weights lie in host memory,
-        and after an engine's first update ranks write straight into them."""
+        and after an engine's first update ranks write straight into them. `device`: the kind of devices in whose memory buckets are to
+        lie; `note` is told when they cannot."""
         super().__init__(model_map, dtype=dtype, bucket_bytes=bucket_bytes, verify=verify, full_every=full_every)
         _remove_stale(folder)
         stem = folder / f"megarl-{os.getpid()}-{id(self):x}"
@@ -85,7 +96,10 @@ class Colocated(Transfer):
         self._open: dict[Member, list[Exposure]] = {}
         self._control = f"{stem}-control"
         self.paths = [f"{stem}-{i}" for i in range(min(2, len(self.buckets)))]
-        self._take()
+        self._device, self._note = device, note
+        self._reached: set[Member] = set()  # who has opened the buckets in devices' memory
+        if not device:
+            self._take()
 
     def _take(self) -> None:
         """Memory for the buckets, where they do not have it."""
@@ -102,6 +116,8 @@ class Colocated(Transfer):
         """Give the shared memory back."""
         for path in (*self.paths, self._control):
             Path(path).unlink(missing_ok=True)
+        for handle in (handle for path in self.paths for handle in Path(path).parent.glob(f"{Path(path).name}-*")):
+            handle.unlink(missing_ok=True)
 
     def _move(
         self, buckets: Sequence[BucketSpec], shards: StreamWriters, receivers: StreamReceivers, version: int
@@ -149,8 +165,11 @@ class Colocated(Transfer):
     def _stream(
         self, buckets: Sequence[BucketSpec], shards: StreamWriters, receivers: StreamReceivers
     ) -> list[dict[str, int]]:
-        self._take()
-        placed = [self._placed(bucket, number) for number, bucket in enumerate(buckets)]
+        if self._device:
+            self._meet(shards, receivers)
+        if not self._device:
+            self._take()
+        placed = [replace(self._placed(bucket, number), device=self._device) for number, bucket in enumerate(buckets)]
         stream = Stream(self._control, placed, len(self.paths), len(shards), receivers.ranks(), self._timeout)
         control = Control.begin(stream)
 
@@ -172,6 +191,20 @@ class Colocated(Transfer):
                     writing.result()  # the cause of the engines' failure
                 raise
             return writing.result()
+
+    def _meet(self, shards: StreamWriters, receivers: StreamReceivers) -> None:
+        """Have ranks make the buckets in their devices' memory, and engines open them. Where one cannot, the host's memory serves
+        all from now on."""
+        if self._reached.issuperset(receivers.members()):
+            return
+        largest = max(bucket.nbytes for bucket in self.buckets)
+        refused = [why for why in shards.offer(self._device, self.paths, largest) if why]
+        refused = refused or receivers.reach(self._device, self.paths)
+        if refused:
+            self._note(f"weights go through the host's memory, not through the GPUs': {refused[0]}")
+            shards.offer(self._device, [], 0)
+            self._device = ""
+        self._reached.update(receivers.members())
 
     def tensors(self, shards: Writers) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor under the checkpoint's name, in its order: for an export. A tensor is valid until the next is asked for."""

@@ -122,10 +122,12 @@ class ShardWriter:
         copy_all(pair for member in members for pairs in self._engines[member].pairs.values() for pair in pairs)
 
     def _copy(self, bucket: BucketSpec) -> None:
+        bucket.clear()
         if any(item.name in self._slices for item in bucket.tensors):
             for name, whole in bucket.views().items():
                 for piece in self._slices.get(name, ()):
                     piece.copy.of(whole[piece.copy.hf]).copy_(piece.tensor[piece.copy.local])
+        bucket.gather()
 
     def _shares(self, bucket: BucketSpec) -> dict[str, int]:
         return self.shares({item.name: item.dtype for item in bucket.tensors if item.name in bucket.prove})

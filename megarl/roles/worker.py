@@ -144,6 +144,12 @@ class Worker:
         with self.roles.looking(role):
             return self.writers[role].pieces(bucket)
 
+    def offer(self, kind: str, paths: list[str], size: int) -> str:
+        """Hold memory of this rank's device for these buckets, and for no other; why it cannot be, empty where it can."""
+        from megarl.reshard import devices
+
+        return devices.offer(kind, paths, size)
+
     def write_stream(self, stream: Stream) -> dict[str, int]:
         """The actor's slices of all buckets of an update, as the engines let go of those before."""
         with self.roles.looking("actor"):

@@ -203,6 +203,10 @@ class Engine(AnyEngine):
         """Within an update: join the group over which buckets come that lie in no file, this engine's ranks as `first` and on."""
         self._call("link", meeting, first, sources, plan, timeout=meeting.timeout + self._progress_timeout)
 
+    def reach(self, kind: str, paths: Sequence[str]) -> list[str]:
+        """Within an update: open buckets that trainer's ranks have made in the memory of this engine's devices; why ranks cannot."""
+        return self._call("reach", kind, list(paths))
+
     def expose(self, tensors: Sequence[BucketTensor]) -> list[Exposure]:
         """Within an update: where each rank has its part of these tensors, in memory that others can write to in later updates."""
         return self._call("expose", list(tensors))

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from megarl.errors import RunError
+from megarl.reshard import devices
 from megarl.reshard.bucket import BucketSpec, BucketTensor
 from megarl.reshard.exposure import Exposure
 from megarl.reshard.fingerprint import combine, partial
@@ -53,6 +54,11 @@ def link_request(meeting: Meeting, first: int, sources: list[Regions], plan: lis
     return json.dumps({"link": {"meeting": asdict(meeting), "first": first, "sources": sources, "plan": plan}})
 
 
+def reach_request(kind: str, paths: Sequence[str]) -> str:
+    """Have each rank of the engine open buckets in its device's memory."""
+    return json.dumps({"reach": [kind, list(paths)]})
+
+
 def expose_request(tensors: Sequence[BucketTensor]) -> str:
     """Have each rank of the engine move its weights to where others can map them, and say where these tensors lie."""
     return json.dumps({"expose": [(item.name, item.shape) for item in tensors]})
@@ -65,7 +71,8 @@ def prove_request(names: Sequence[str]) -> str:
 
 def read_reports(request: Path, ranks: int) -> dict[str, Any]:
     """What all ranks say together: {"fingerprints": {name: int}, "expected": {names of all tensors of the model},
-    "seconds": {what: of the slowest rank}, "exposed": [Exposure of each rank that was asked for it]}.
+    "seconds": {what: of the slowest rank}, "exposed": [Exposure of each rank that was asked for it], "refused": [why ranks cannot
+    reach the buckets that they were asked to]}.
 
     Raises RunError with the loader's own words where a rank failed or wrote nothing, and where two ranks that hold the same part of
     a tensor hold it differently.
@@ -84,6 +91,7 @@ def read_reports(request: Path, ranks: int) -> dict[str, Any]:
         "expected": {name for report in reports for name in report["expected"]},
         "seconds": {what: max(report["seconds"][what] for report in reports) for what in ("load", "prove")},
         "exposed": [Exposure.from_json(report["exposed"]) for report in reports if "exposed" in report],
+        "refused": [report["refused"] for report in reports if report.get("refused")],
     }
 
 
@@ -161,6 +169,8 @@ def _done(model: torch.nn.Module, request: dict[str, Any], rank: int) -> dict[st
     global _inlet, _memory
     if "prove" in request:
         return _proved(request["prove"])
+    if "reach" in request:
+        return _NOTHING | {"refused": devices.reach(*request["reach"])}
     if "expose" in request:
         _memory = _memory or Memory(model)
         _offer_finish()
@@ -218,6 +228,7 @@ def load_buckets(
             found = bucket.views() if bucket.number is None else _inlet.receive(bucket.number)  # type: ignore[union-attr]
             spent["wait"] += time.perf_counter() - begun
             yield from found.items()
+            bucket.settle()
             if control is not None:
                 control.loaded(me, number + 1)  # SGLang has copied the last tensor when it asks for the next
             begun = time.perf_counter()

@@ -122,6 +122,9 @@ class Server(Serving):
     def load_stream(self, stream: Stream, first: int) -> None:
         self._take(loader.stream_request(stream, first), stream.buckets)
 
+    def reach(self, kind: str, paths: Sequence[str]) -> list[str]:
+        return self._ask(loader.reach_request(kind, paths))["refused"]
+
     def expose(self, tensors: Sequence[BucketTensor]) -> list[Exposure]:
         exposed = self._ask(loader.expose_request(tensors))["exposed"]
         self._exposed = True

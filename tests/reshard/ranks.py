@@ -12,12 +12,14 @@ from typing import Any
 import torch
 
 from megarl.bridge.layout import Copy
+from megarl.reshard import devices
 from megarl.reshard.bucket import BucketSpec
 from megarl.reshard.exposure import Exposure
 from megarl.reshard.link import Meeting, Outlet, Regions
 from megarl.reshard.stream import Stream
 from megarl.reshard.transfer import Member
 from tests.distributed import free_port
+from tests.reshard import host_device  # noqa: F401  a kind of device that is here
 
 LAYOUTS = {"tp2": {"tensor": 2}, "pp2": {"pipeline": 2}, "dp2": {"data": 2}, "ep2": {"data": 2, "expert": 2}}
 # biases; tied with a copy on the last stage; norms of queries and keys; experts
@@ -57,6 +59,9 @@ class Ranks:
 
     def write_stream(self, stream: Stream) -> list[dict[str, int]]:
         return self._all("write_stream", stream)
+
+    def offer(self, kind: str, paths: Sequence[str], size: int) -> list[str]:
+        return self._all("offer", kind, list(paths), size)
 
     def open(self, engines: Mapping[Member, Sequence[Exposure]]) -> list[dict[Member, int]]:
         return self._all("open", dict(engines))
@@ -154,6 +159,9 @@ class _Server:
 
     def regions(self) -> Regions:
         return self.writer.regions()
+
+    def offer(self, kind: str, paths: list[str], size: int) -> str:
+        return devices.offer(kind, paths, size)
 
     def open(self, engines: dict[Member, list[Exposure]]) -> dict[Member, int]:
         return self.writer.open(engines)

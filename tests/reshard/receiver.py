@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megarl.cpu.memory import SHARED
+from megarl.reshard import devices
 from megarl.reshard.bucket import BucketSpec, BucketTensor
 from megarl.reshard.exposure import Exposure, Spot
 from megarl.reshard.fingerprint import combine, fingerprint, partial
@@ -50,6 +51,9 @@ class Receiver:
         return False
 
     def unlink(self, token: object) -> None: ...
+
+    def reach(self, kind: str, paths: Sequence[str]) -> list[str]:
+        return [why for why in [devices.reach(kind, paths)] if why]
 
     def load_stream(self, stream: Stream, control: Control) -> None:
         for number, bucket in enumerate(stream.buckets):

@@ -247,6 +247,16 @@ def test_weights_written_in_place_are_what_it_samples_from_and_proved(
     assert {s.weight_version for s in samples} == {2}
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says why it cannot where there is no CUDA")
+def test_buckets_that_no_rank_can_open_are_told_and_the_update_goes_on(restored, folder, other_folder, shared):
+    restored.begin_update(1)
+    (why,) = restored.reach("cuda", [str(shared / "bucket")])
+    assert "CUDA" in why or "NVIDIA" in why
+    for spec in buckets(tensors_of(other_folder), shared):
+        restored.load_buckets([spec])
+    assert restored.end_update() == {name: fingerprint(tensor) for name, tensor in tensors_of(other_folder).items()}
+
+
 def test_what_was_not_exposed_is_not_proved(restored, folder, shared):
     expose(restored, tensors_of(folder), shared)
     restored.begin_update(3)
