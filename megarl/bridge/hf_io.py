@@ -27,7 +27,7 @@ INDEX = "model.safetensors.index.json"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _Starts = dict[str, tuple[int, Shape, str]]  # of a file's tensors: first byte, shape, dtype in the file's words
 # What quantised weights are stored as beside these.
-_READ = {**DTYPES, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn}
+STORED = {**DTYPES, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn}
 _AT_ONCE = 256 << 10  # elements that are read where the dtype changes: they stay in a core's cache
 _KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
 SHARD_BYTES = 5_000_000_000
@@ -117,7 +117,7 @@ class HFReader:
             self._starts[file] = _starts(self.folder / file)
         descriptor, starts = self._starts[file]
         start, shape, kind = starts[stored]
-        each = math.prod(shape[1:]) * _READ[kind].itemsize
+        each = math.prod(shape[1:]) * STORED[kind].itemsize
         first, count = rows.start or 0, rows.stop - (rows.start or 0)
         return Run(self.folder / file, descriptor.fileno(), start + first * each, count * each)
 
@@ -251,7 +251,7 @@ class StoredSlice:
         return kind
 
     def __getitem__(self, region: slice | tuple[slice, ...]) -> Tensor:
-        shape, dtype = self.get_shape(), _READ.get(self.get_dtype())
+        shape, dtype = self.get_shape(), STORED.get(self.get_dtype())
         given = region if isinstance(region, tuple) else (region,)
         parts = [*given, *(slice(None) for _ in shape[len(given) :])]
         bounds = [part.indices(size)[:2] for part, size in zip(parts, shape, strict=True)]

@@ -3,9 +3,9 @@
     mxfp4   X_blocks (E, rows, G, 16) and X_scales (E, rows, G) are X (E, 32 G, rows): two 4-bit numbers a byte, the lower bits first;
             32 share a scale, which is a power of two (OCP Microscaling Formats 1.0, sec. 5.1 and 5.4). gpt-oss is published so.
     fp8     X.weight (rows, columns) in float8_e4m3fn and X.weight_scale_inv, a number for each block of `weight_block_size`, the last
-            ones cut, by which its elements are multiplied (arXiv:2412.19437, sec. 3.3). DeepSeek-V3 is published so.
+            ones cut, by which its elements are multiplied (`megarl.bridge.fp8`). DeepSeek-V3 is published so.
 
-Which tensors are quantised their names tell; the others stay as they are. Nothing is written quantised.
+Which tensors are quantised their names tell; the others stay as they are. Nothing is written quantised but what fp8 engines are given.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megarl.bridge import fp8
 from megarl.bridge.hf_io import HFReader
 from megarl.errors import UserError
 
 FIELD = "quantization_config"  # of config.json
 METHODS = ("mxfp4", "fp8")
-_MXFP4, _FP8 = ("_blocks", "_scales"), (".weight", ".weight_scale_inv")
+_MXFP4, _FP8 = ("_blocks", "_scales"), (fp8.NUMBERS, fp8.SCALES)
 _NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the three lower bits of four, e2m1; the fourth is the sign
 _GROUP = 32  # numbers that share a scale
 _BIAS = 127  # of a scale's exponent, e8m0; 255 is NaN

@@ -244,7 +244,7 @@ def _urls(cfg: Config) -> Iterator[str]:
             "reshard.transport=disk"
         )
     default = RolloutConfig()
-    for name in ("engines", "engine", "threads", "max_total_tokens", "release_memory", "deterministic"):
+    for name in ("engines", "engine", "threads", "max_total_tokens", "release_memory", "deterministic", "quantization"):
         if (value := getattr(r, name)) != getattr(default, name):
             unset = "null" if getattr(default, name) is None else getattr(default, name)
             yield (

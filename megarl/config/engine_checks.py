@@ -12,6 +12,7 @@ from megarl.config.schema import Config
 _SETTINGS = {
     "model_path": "model.path",
     "dtype": "rollout.dtype",
+    "quantization": "rollout.quantization",
     "random_seed": "run.seed",
     "max_total_tokens": "rollout.max_total_tokens",
     "enable_memory_saver": "rollout.release_memory",
@@ -20,6 +21,9 @@ _OWN = ("skip_tokenizer_init", "custom_weight_loader", "weight_version")
 
 # What an engine does so that rollout.deterministic holds: on a CPU, on a GPU.
 _DETERMINISTIC = ("max_running_requests", "disable_radix_cache", "enable_deterministic_inference")
+
+# What makes an engine's linear layers float8.
+_QUANTISED = ("json_model_override_args",)
 
 _CUT = "weights are given to engines that are cut by rollout.engine.tp_size alone; leave it out"
 _HERE = "an engine is on one machine; set rollout.engines for more engines"
@@ -39,7 +43,6 @@ _ONLY: dict[str, tuple[Any, str]] = {
     "dcp_size": (1, _CUT),
     "dwdp_size": (1, _CUT),
     "enable_dp_attention": (False, _CUT),
-    "quantization": (None, "quantised weights cannot be proved to be the trainer's; leave it out"),
     "is_embedding": (False, _ANSWERS),
     "incremental_streaming_output": (False, _ANSWERS),
     "preferred_sampling_params": (None, _ANSWERS),
@@ -60,8 +63,11 @@ def problems(cfg: Config) -> Iterator[str]:
             yield f"{said}: megarl sets that itself and depends on it; leave it out"
         elif name in _DETERMINISTIC and cfg.rollout.deterministic:
             yield f"{said}: rollout.deterministic sets that itself and depends on it; leave it out"
+        elif name in _QUANTISED and cfg.rollout.quantization:
+            yield f"{said}: rollout.quantization sets that itself and depends on it; leave it out"
         elif name in _ONLY and (value != _ONLY[name][0] or type(value) is not type(_ONLY[name][0])):
             yield f"{said}: {_ONLY[name][1]}"
+    yield from _quantisation(cfg)
     share = engine.get("mem_fraction_static")
     if share is not None and not (type(share) is float and 0 < share < 1):
         yield f"rollout.engine.mem_fraction_static is {share!r}; it must be a number above 0 and below 1, a share of a GPU's memory"
@@ -74,8 +80,22 @@ def problems(cfg: Config) -> Iterator[str]:
         )
 
 
+def _quantisation(cfg: Config) -> Iterator[str]:
+    if cfg.rollout.quantization is None or cfg.rollout.urls:
+        return
+    said, dtype = f"rollout.quantization={cfg.rollout.quantization}", cfg.rollout.dtype or cfg.model.dtype
+    if dtype != "bfloat16":
+        yield f"{said}: SGLang computes such a model in bfloat16, and this one's engines in {dtype}; set rollout.dtype=bfloat16"
+    if cfg.reshard.probe and cfg.reshard.probe_tolerance is None:
+        yield (
+            f"{said}: how far log-probs of a probe then are from the trainer's depends on the model; set reshard.probe_tolerance, or "
+            "reshard.probe=false"
+        )
+
+
 def told(cfg: Config) -> set[str]:
     """Arguments of `rollout.engine` that `problems` has looked at: nobody needs to ask SGLang what it thinks of them."""
+    looked_at = {*_SETTINGS, *_OWN, *_ONLY, "tp_size", "mem_fraction_static"}
     return {
-        name for name in cfg.rollout.engine if name in (*_SETTINGS, *_OWN, *_ONLY, "tp_size", "mem_fraction_static")
+        name for name in cfg.rollout.engine if name in looked_at | set(_QUANTISED if cfg.rollout.quantization else ())
     }

@@ -253,6 +253,7 @@ class RolloutConfig:
     max_restarts: int = 3  # engines that may be lost and started anew in a step; 0: the first loss ends the run
     progress_timeout: float = 300.0  # seconds without a token after which an engine is taken for hung
     dtype: Dtype | None = None  # of the engine's weights; None: the model's
+    quantization: Literal["fp8"] | None = None  # linear layers in float8 by blocks of 128 x 128 (GPU only); None: not
     threads: int | None = None  # CPU threads of an engine; None: cores / engines
     max_total_tokens: int | None = None  # an engine's KV cache; None: from the batch on CPU, SGLang's choice on GPU
     release_memory: Literal["off", "cache", "all"] = "off"  # engines give back while ranks work: KV cache, weights too

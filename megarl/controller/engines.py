@@ -123,6 +123,7 @@ class EngineGroup:
                 progress_timeout=self.progress_timeout,
                 releases=r.release_memory != "off",
                 deterministic=r.deterministic,
+                quantised=r.quantization is not None,
             )
         slot.starts += 1
         slot.released = set()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl import config, models
+from megarl.bridge import fp8
 from megarl.bridge.activations import Estimate, Layout, MicroBatch
 from megarl.bridge.hf_io import HFReader
 from megarl.bridge.model_map import ModelMap
@@ -119,6 +120,7 @@ class _Check:
             self._add([f"model.path={self.cfg.model.path}: {error}"])
         if self.model is not None:
             self._add(sampled(self.cfg, self.model))
+            self._add(engine_blocks(self.cfg, self.model))
             self._add(layout_faults(self.cfg, self.model))
             self._add(_numbers(self.cfg, self.model))
             self._add(_recording(self.cfg, self.model))
@@ -326,6 +328,30 @@ def sampled(cfg: Config, model: ModelMap) -> Iterator[str]:
         )
 
 
+def engine_blocks(cfg: Config, model: ModelMap) -> Iterator[str]:
+    """What SGLang would not cut into whole blocks of float8: the rows of what it joins, of each rank of an engine."""
+    tp, ep = (cfg.rollout.engine.get(name, 1) for name in ("tp_size", "ep_size"))
+    if (
+        cfg.rollout.quantization is None
+        or cfg.rollout.urls
+        or any(type(size) is not int or size < 1 for size in (tp, ep))
+    ):
+        return
+    dims = model.dims
+    rows = {"queries": dims.q // tp, "keys": max(dims.kv // tp, dims.head_dim)}
+    if not all(dims.is_sparse(layer) for layer in range(dims.layers)):
+        rows["an MLP's gate"] = dims.ffn // tp
+    if model.has_experts:
+        rows["an expert's gate"] = dims.expert_ffn * ep // tp
+    for what, count in rows.items():
+        if count % fp8.BLOCK:
+            yield (
+                f"rollout.quantization={cfg.rollout.quantization}: an engine's rank has {count} rows of {what}, and SGLang takes only "
+                f"whole blocks of {fp8.BLOCK}; set rollout.quantization=null"
+                + (", or another rollout.engine.tp_size" if tp > 1 else "")
+            )
+
+
 def engine_arguments(cfg: Config) -> list[str]:
     """Names and values under `rollout.engine` that SGLang would refuse when it is started. Takes some seconds where there are any."""
     if cfg.rollout.urls:  # told to be of no use beside them
@@ -460,6 +486,11 @@ def _engine_device(cfg: Config) -> Iterator[str]:
     import torch
 
     device, here = cfg.rollout.engine.get("device"), "cuda" if torch.cuda.is_available() else "cpu"
+    if cfg.rollout.quantization is not None and here == "cpu" and not cfg.rollout.urls:
+        yield (
+            f"rollout.quantization={cfg.rollout.quantization}: without CUDA an engine cannot compute in float8; set "
+            "rollout.quantization=null"
+        )
     if device not in (None, here):
         yield (
             f"rollout.engine.device={device}: ranks and engines of this machine compute on {here}; leave it out, or set "

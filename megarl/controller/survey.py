@@ -79,7 +79,7 @@ class _Look:
         self.add(preflight.layout_faults(cfg, model))
         self.add(self._precision(model, cfg.actor.parallel))
         self.add(parameter_groups.problems(model, o.frozen, o.lr_multipliers, where="actor.optimizer"))
-        self.cautions += preflight.sampled(cfg, model)
+        self.cautions += [*preflight.sampled(cfg, model), *preflight.engine_blocks(cfg, model)]
         if self.machines.gpu:
             self.cautions += limits.beyond_transformer_engine(model, cfg.actor.parallel.context)
         if cfg.algorithm.reference:

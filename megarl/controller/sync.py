@@ -31,12 +31,13 @@ def transport(
     """The way of the weights that a configuration names. `source`: the model's folder; `folder`: where weights go that travel by disk,
     unless it names another. `note` is told when weights take another way than they could."""
     r = cfg.reshard
-    timeout = cfg.cluster.worker_timeout
+    timeout, quantised = cfg.cluster.worker_timeout, cfg.rollout.quantization is not None
     options = {
         "dtype": cfg.rollout.dtype or cfg.model.dtype,
         "bucket_bytes": r.bucket_mb << 20,
         "verify": r.verify,
         "full_every": r.full_every,
+        "quantised": quantised,
     }
     if r.transport == "disk":
         return Disk(model, **options, folder=user_path(r.folder) if r.folder else folder, source=source)
@@ -45,7 +46,8 @@ def transport(
         return Distributed(model, **options, timeout=timeout, host=host)
     if torch.cuda.is_available():
         return Colocated(model, **options, timeout=timeout, device="cuda", note=note)
-    return Colocated(model, **options, timeout=timeout, in_place=r.in_place)
+    # Float8 SGLang may turn into another form after each update.
+    return Colocated(model, **options, timeout=timeout, in_place=r.in_place and not quantised)
 
 
 @dataclass

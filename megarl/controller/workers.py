@@ -126,6 +126,9 @@ class WorkerGroup:
     def offer(self, kind: str, paths: Sequence[str], size: int) -> list[str]:
         return self._all("offer", "making weight buckets", kind, list(paths), size)
 
+    def measure(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        self._all("measure", "measuring weights", dict(shapes))
+
     def write_stream(self, stream: Stream) -> list[dict[str, int]]:
         return self._all("write_stream", "writing weights", stream)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from megarl.bridge import fp8
 from megarl.bridge.layout import Split
 from megarl.bridge.model_map import ModelMap, Parameter, padded
 from megarl.bridge.states import SIZES
@@ -31,7 +32,9 @@ def engine_load(cfg: Config, model: ModelMap, hardware: Hardware) -> EngineLoad:
     r = cfg.rollout
     ranks = int(r.engine.get("tp_size", 1))
     dtype = r.dtype or cfg.model.dtype
-    weights = sum(_weight_bytes(p, ranks, SIZES[dtype]) for p in model.parameters if p.exported)
+    float8 = fp8.quantised(model) if r.quantization else {}
+    sizes = {p.name: fp8.A_WEIGHT if p.hf_names[0] in float8 else SIZES[dtype] for p in model.parameters if p.exported}
+    weights = sum(_weight_bytes(p, ranks, sizes[p.name]) for p in model.parameters if p.exported)
     a_token = _token_bytes(model, ranks, 1 if "fp8" in str(r.engine.get("kv_cache_dtype", "auto")) else SIZES[dtype])
     wanted = cache_tokens(cfg, r.engines, r.oversample)
     tokens = r.max_total_tokens
@@ -44,11 +47,11 @@ def engine_load(cfg: Config, model: ModelMap, hardware: Hardware) -> EngineLoad:
     return EngineLoad(weights, tokens * a_token, tokens, wanted)
 
 
-def _weight_bytes(parameter: Parameter, ranks: int, size: int) -> int:
-    """Of one Megatron parameter's tensors in an engine's rank."""
+def _weight_bytes(parameter: Parameter, ranks: int, size: float) -> int:
+    """Of one Megatron parameter's tensors in an engine's rank, `size` bytes a number."""
     size = 4 if parameter.float32 else size
     if parameter.replicated:
-        return sum(math.prod(part.shape) for part in parameter.parts) * size
+        return round(sum(math.prod(part.shape) for part in parameter.parts) * size)
     total = 0
     for number, part in enumerate(parameter.parts):
         rows, *rest = part.shape
@@ -60,7 +63,7 @@ def _weight_bytes(parameter: Parameter, ranks: int, size: int) -> int:
             and parameter.name.endswith(("linear_qkv.weight", "linear_qkv.bias"))
         )
         cut = min(ranks, parameter.groups) if keys else ranks
-        total += rows * math.prod(rest) * size // (cut if parameter.split in (Split.ROWS, Split.COLUMNS) else 1)
+        total += int(rows * math.prod(rest) * size) // (cut if parameter.split in (Split.ROWS, Split.COLUMNS) else 1)
     return total
 
 

@@ -84,11 +84,20 @@ class Colocated(Transfer):
         device: str = "",
         note: Callable[[str], None] = lambda _: None,
         folder: Path = _SHARED_MEMORY,
+        quantised: bool = False,
     ):
         """`timeout`: seconds that ranks and engines wait for each other. `in_place`: the engines' weights lie in host memory,
-        and after an engine's first update ranks write straight into them. `device`: the kind of devices in whose memory buckets are to
-        lie; `note` is told when they cannot."""
-        super().__init__(model_map, dtype=dtype, bucket_bytes=bucket_bytes, verify=verify, full_every=full_every)
+        and after an engine's first update ranks write straight into them; not those that are `quantised`. `device`: the kind of
+        devices in whose memory buckets are to lie; `note` is told when they cannot."""
+        assert not (in_place and quantised)
+        super().__init__(
+            model_map,
+            dtype=dtype,
+            bucket_bytes=bucket_bytes,
+            verify=verify,
+            full_every=full_every,
+            quantised=quantised,
+        )
         _remove_stale(folder)
         stem = folder / f"megarl-{os.getpid()}-{id(self):x}"
         self._timeout = timeout

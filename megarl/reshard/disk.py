@@ -19,15 +19,17 @@ from pathlib import Path
 
 import torch
 
+from megarl.bridge import fp8
 from megarl.bridge.folders import new_folder
-from megarl.bridge.hf_io import DTYPES, INDEX, copy_companions
+from megarl.bridge.hf_io import INDEX, STORED, copy_companions
 from megarl.bridge.model_map import ModelMap
+from megarl.bridge.quantised import FIELD
 from megarl.errors import RunError, UserError
 from megarl.reshard.bucket import BucketSpec, BucketTensor
 from megarl.reshard.transfer import Proof, Receivers, Transfer, Writers
 
 _PREFIX = "version-"
-_KINDS = {str(dtype).removeprefix("torch."): kind for kind, dtype in DTYPES.items()}
+_KINDS = {str(dtype).removeprefix("torch."): kind for kind, dtype in STORED.items()}
 
 
 class Disk(Transfer):
@@ -43,8 +45,16 @@ class Disk(Transfer):
         full_every: int = 0,
         folder: Path,
         source: Path,
+        quantised: bool = False,
     ):
-        super().__init__(model_map, dtype=dtype, bucket_bytes=bucket_bytes, verify=verify, full_every=full_every)
+        super().__init__(
+            model_map,
+            dtype=dtype,
+            bucket_bytes=bucket_bytes,
+            verify=verify,
+            full_every=full_every,
+            quantised=quantised,
+        )
         self._folder, self._source, self._dtype = folder.absolute(), source, getattr(torch, dtype)
         self._ours = not folder.exists()
 
@@ -62,7 +72,8 @@ class Disk(Transfer):
         shares: list[dict[str, int]] = []
         try:
             with new_folder(target, overwrite=True) as building:
-                copy_companions(self._source, building, self._dtype, {})
+                changes = {FIELD: fp8.CONFIG} if self.quantised else {}
+                copy_companions(self._source, building, self._dtype, changes)
                 for name, (spec, header) in zip(names, files, strict=True):
                     placed = replace(spec, path=str(building / name))
                     _begin(placed, header)

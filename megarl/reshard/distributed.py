@@ -59,8 +59,6 @@ class LinkedReceivers(Receivers, Protocol):
 class Distributed(Transfer):
     """Bucket by bucket, two under way at a time."""
 
-    _kinds = 2  # through SGLang's own loader, and straight to its place
-
     def __init__(
         self,
         model_map: ModelMap,
@@ -71,9 +69,19 @@ class Distributed(Transfer):
         full_every: int = 0,
         timeout: float = 600.0,
         host: str = "127.0.0.1",
+        quantised: bool = False,
     ):
         """`timeout`: seconds that ranks wait for each other. `host`: this process's, as ranks and engines reach it."""
-        super().__init__(model_map, dtype=dtype, bucket_bytes=bucket_bytes, verify=verify, full_every=full_every)
+        super().__init__(
+            model_map,
+            dtype=dtype,
+            bucket_bytes=bucket_bytes,
+            verify=verify,
+            full_every=full_every,
+            quantised=quantised,
+        )
+        # Through SGLang's own loader, and straight to its place. SGLang may turn float8 into another form after each update.
+        self._kinds = 1 if quantised else 2
         self._timeout = timeout
         self._host = host
         self._joined: tuple[Member, ...] | None = None
@@ -90,7 +98,8 @@ class Distributed(Transfer):
         members = receivers.members()
         self._joined = None  # whatever fails from here on leaves messages that nobody takes
         # SGLang's own loader takes engines' first update, which proves what lies where in their weights; later ones go straight there
-        numbered = [replace(bucket, number=number, in_place=known) for number, bucket in enumerate(buckets)]
+        in_place = known and not self.quantised
+        numbered = [replace(bucket, number=number, in_place=in_place) for number, bucket in enumerate(buckets)]
         loading = receivers.load(numbered)
         shares = shards.send(numbered)
         receivers.loaded(loading)

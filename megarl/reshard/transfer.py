@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
 
+from megarl.bridge import fp8
 from megarl.bridge.model_map import ModelMap
 from megarl.errors import RunError
 from megarl.reshard.bucket import BucketSpec
@@ -23,6 +24,9 @@ SAMPLED = 64  # "sampled" proves every so manieth tensor, others each time
 
 class Writers(Protocol):
     """All ranks that hold a model."""
+
+    def measure(self, shapes: Mapping[str, Sequence[int]]) -> object:
+        """Have the ranks find together, for this update, the scales of the matrices that engines get in float8."""
 
     def write(self, bucket: BucketSpec) -> list[dict[str, int]]:
         """Return when every rank has written its slices: each rank's shares of the fingerprints that the bucket asks for."""
@@ -79,9 +83,20 @@ class Transfer(ABC):
 
     _kinds = 1
 
-    def __init__(self, model_map: ModelMap, *, dtype: str, bucket_bytes: int, verify: str, full_every: int = 0):
-        """`verify`: full, sampled or off. `full_every`: with "sampled" one update of so many is proved in full; 0: the first."""
-        self.buckets = plan(model_map, getattr(torch, dtype), bucket_bytes)
+    def __init__(
+        self,
+        model_map: ModelMap,
+        *,
+        dtype: str,
+        bucket_bytes: int,
+        verify: str,
+        full_every: int = 0,
+        quantised: bool = False,
+    ):
+        """`verify`: full, sampled or off. `full_every`: with "sampled" one update of so many is proved in full; 0: the first.
+        `quantised`: engines hold linear layers in float8 by blocks (`megarl.bridge.fp8`), and are given them so."""
+        self.quantised = fp8.quantised(model_map) if quantised else {}
+        self.buckets = plan(model_map, getattr(torch, dtype), bucket_bytes, self.quantised)
         self.bytes = sum(b.nbytes for b in self.buckets)
         self._verify = verify
         self._full_every = full_every
@@ -91,6 +106,8 @@ class Transfer(ABC):
     def push(self, shards: Writers, receivers: Receivers, version: int) -> ReshardReport:
         """Give the engines the trainer's weights as `version`. Raises RunError naming the first tensor that is not equal."""
         start = time.perf_counter()
+        if self.quantised:
+            shards.measure(self.quantised)
         receivers.begin_update(version)
         members = receivers.members()
         proved = self._to_prove(members)
@@ -127,14 +144,21 @@ class Transfer(ABC):
         return replace(bucket, prove=tuple(t.name for t in bucket.tensors if t.name in proved))
 
 
-def plan(model_map: ModelMap, dtype: torch.dtype, bucket_bytes: int) -> list[BucketSpec]:
+def plan(
+    model_map: ModelMap, dtype: torch.dtype, bucket_bytes: int, quantised: Collection[str] = ()
+) -> list[BucketSpec]:
     """Every tensor of the checkpoint once, in order, as `dtype` or, where it stays that, as float32; a tensor larger than a bucket
-    travels alone in one of its own size."""
+    travels alone in one of its own size. Of those that are `quantised` the scales follow the numbers."""
     groups: list[list[tuple[str, torch.dtype, tuple[int, ...]]]] = []
     kept = model_map.float32
     used = 0
+    tensors: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
     for name, shape in model_map.hf_shapes.items():
-        tensor = (name, torch.float32 if name in kept else dtype, tuple(shape))
+        if name in quantised:
+            tensors += [(name, fp8.DTYPE, tuple(shape)), (fp8.scales_name(name), torch.float32, fp8.blocks(shape))]
+        else:
+            tensors.append((name, torch.float32 if name in kept else dtype, tuple(shape)))
+    for tensor in tensors:
         size = BucketSpec.plan("", [tensor, tensor]).tensors[1].offset  # with what aligns the next
         if groups and used + size <= bucket_bytes:
             groups[-1].append(tensor)

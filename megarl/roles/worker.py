@@ -150,6 +150,13 @@ class Worker:
 
         return devices.offer(kind, paths, size)
 
+    def measure(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        """Find the scales of the actor's matrices that engines get in float8, with all other ranks."""
+        import torch.distributed as dist
+
+        with self.roles.looking("actor"):
+            self.writers["actor"].measure(shapes, lambda found: dist.all_reduce(found, dist.ReduceOp.MAX))
+
     def write_stream(self, stream: Stream) -> dict[str, int]:
         """The actor's slices of all buckets of an update, as the engines let go of those before."""
         with self.roles.looking("actor"):

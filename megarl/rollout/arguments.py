@@ -18,6 +18,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from megarl.bridge import fp8
+from megarl.bridge.quantised import FIELD
 from megarl.config.loading import describe
 from megarl.cpu import has_cuda
 
@@ -48,6 +50,7 @@ class EngineSettings:
     extra: dict[str, Any] = field(default_factory=dict)
     releases: bool = False
     deterministic: bool = False
+    quantised: bool = False  # linear layers in float8, see `megarl.bridge.fp8`
 
     @property
     def ranks(self) -> int:
@@ -75,6 +78,8 @@ def arguments(settings: EngineSettings) -> dict[str, Any]:
         ours["enable_memory_saver"] = True
     if settings.deterministic:
         ours |= {"enable_deterministic_inference": True} if has_cuda() else _ALONE
+    if settings.quantised:
+        ours["json_model_override_args"] = json.dumps({FIELD: fp8.CONFIG})  # as if config.json said so
     if settings.max_total_tokens is not None:
         ours["max_total_tokens"] = settings.max_total_tokens
     return ours | settings.extra

@@ -148,6 +148,7 @@ class Engine(AnyEngine):
         progress_timeout: float = 300.0,
         releases: bool = False,
         deterministic: bool = False,
+        quantised: bool = False,
         log: str | Path | None = None,
     ):
         """Start an engine on a Hugging Face folder and wait until it answers.
@@ -156,7 +157,8 @@ class Engine(AnyEngine):
         its KV cache in tokens (None: SGLang's choice on a GPU, a moderate one on CPU). extra: any other SGLang engine argument, with
         the last word. progress_timeout: seconds without a new token, while any is asked for, or without an answer to a call, after
         which the engine is taken for hung. releases: whether it will be asked to `release_memory`; CPU engines always can.
-        deterministic: what it says of a response does not depend, to the bit, on what else it is asked.
+        deterministic: what it says of a response does not depend, to the bit, on what else it is asked. quantised: its linear layers
+        are float8 by blocks, and it refuses to sample until it was given them so.
         log: file for what SGLang prints (None: one that is gone with the engine; errors quote from it).
         """
         super().__init__(progress_timeout, seed)
@@ -164,7 +166,7 @@ class Engine(AnyEngine):
         self._log = Path(log) if log else Path(self._folder, "log.txt")
         self._shared_files: set[Path] = set()
         settings = EngineSettings(
-            str(model_path), dtype, seed, max_total_tokens, dict(extra or {}), releases, deterministic
+            str(model_path), dtype, seed, max_total_tokens, dict(extra or {}), releases, deterministic, quantised
         )
         threads = threads or os.cpu_count() or 1
         self._process, self._connection = self._spawn(max(1, threads // settings.ranks))

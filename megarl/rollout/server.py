@@ -91,6 +91,8 @@ class Server(Serving):
         )
         self._exposed = False  # whether ranks can write into its weights
         self._opened = False  # whether SGLang knows of an update: it is told with what else it is told first
+        if settings.quantised:
+            self.broken = "it holds linear layers in float8, which its folder does not, and nothing was loaded since it was started"
         self.expected: set[str] = set()
         self.loaded: set[str] = set()
 

@@ -7,11 +7,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megarl.bridge import fp8
 from megarl.errors import RunError
 
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-# SGLang holds a layer's experts as two tensors, (experts, 2 x MLP, hidden) and (experts, hidden, MLP); the checkpoint one by one.
-_EXPERTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
+# SGLang holds a layer's experts as two tensors, w13_weight (experts, 2 x MLP, hidden) and w2_weight (experts, hidden, MLP), and their
+# scales likewise; the checkpoint one by one.
+_EXPERTS = {"w13": ("gate_proj", "up_proj"), "w2": ("down_proj",)}
+_OF_EXPERTS = [f"{which}_{kind[1:]}" for which in _EXPERTS for kind in (fp8.NUMBERS, fp8.SCALES)]
+_OF_CACHE = ("k_scale", "v_scale")  # of a float8 cache; no checkpoint has them
 _MIXTRAL_BLOCK, _MIXTRAL_NAMES = "block_sparse_moe.experts", {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
@@ -59,11 +63,14 @@ def _shards(model: torch.nn.Module) -> Iterator[tuple[str, Shard]]:
         parent, _, leaf = module_name.rpartition(".")
         module: Any = model.get_submodule(module_name)
         data = parameter.data
+        if kind in _OF_CACHE:
+            continue
         if leaf in _FUSED:
-            parts = data.split(module.output_partition_sizes)
+            sizes = module.output_partition_sizes
+            parts = data.split(list(fp8.blocks(sizes)) if f".{kind}" == fp8.SCALES else sizes)
             for part, view in zip(_FUSED[leaf], parts, strict=True):
                 yield f"{parent}.{part}.{kind}", Shard(view, 0, _place(module, part) * len(view))
-        elif leaf == "experts" and kind in _EXPERTS:
+        elif leaf == "experts" and kind in _OF_EXPERTS:
             yield from _of_experts(module_name, kind, data, module)
         elif hasattr(module, "org_vocab_size"):
             yield name, Shard(data, 0, module.shard_indices.org_vocab_start_index)
@@ -76,13 +83,13 @@ def _shards(model: torch.nn.Module) -> Iterator[tuple[str, Shard]]:
 
 
 def _of_experts(module_name: str, kind: str, weights: torch.Tensor, module: Any) -> Iterator[tuple[str, Shard]]:
-    parts = _EXPERTS[kind]
-    axis = 1 if kind == "w2_weight" else 0
+    which, _, kind = kind.partition("_")
+    parts, axis = _EXPERTS[which], 1 if which == "w2" else 0
     first = module.moe_ep_rank * module.num_local_experts
     for number, expert in enumerate(weights, first):
         for part, view in zip(parts, expert.chunk(len(parts)), strict=True):
             name = _MIXTRAL_NAMES[part] if module_name.endswith(_MIXTRAL_BLOCK) else part
-            yield f"{module_name}.{number}.{name}.weight", Shard(view, axis, module.moe_tp_rank * view.shape[axis])
+            yield f"{module_name}.{number}.{name}.{kind}", Shard(view, axis, module.moe_tp_rank * view.shape[axis])
 
 
 def _place(module: Any, part: str) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megarl.bridge.layout import Copy
 from megarl.reshard import devices
@@ -56,6 +57,9 @@ class Ranks:
 
     def __len__(self) -> int:
         return len(self._pipes)
+
+    def measure(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        self._all("measure", dict(shapes))
 
     def write_stream(self, stream: Stream) -> list[dict[str, int]]:
         return self._all("write_stream", stream)
@@ -163,6 +167,9 @@ class _Server:
     def offer(self, kind: str, paths: list[str], size: int) -> str:
         return devices.offer(kind, paths, size)
 
+    def measure(self, shapes: dict[str, Sequence[int]]) -> None:
+        self.writer.measure(shapes, lambda found: dist.all_reduce(found, dist.ReduceOp.MAX))
+
     def open(self, engines: dict[Member, list[Exposure]]) -> dict[Member, int]:
         return self.writer.open(engines)
 
@@ -204,8 +211,8 @@ class _Server:
     def write_stream(self, stream: Stream) -> dict[str, int]:
         copy = self.writer._copy
 
-        def stale(bucket: BucketSpec) -> None:
-            copy(bucket)
+        def stale(bucket: BucketSpec, pieces: Any) -> None:
+            copy(bucket, pieces)
             self._spoil(bucket)
 
         self.writer._copy = stale  # type: ignore[method-assign]
