@@ -32,9 +32,8 @@ def engine_load(cfg: Config, model: ModelMap, hardware: Hardware) -> EngineLoad:
     r = cfg.rollout
     ranks = int(r.engine.get("tp_size", 1))
     dtype = r.dtype or cfg.model.dtype
-    float8 = fp8.quantised(model) if r.quantization else {}
-    sizes = {p.name: fp8.A_WEIGHT if p.hf_names[0] in float8 else SIZES[dtype] for p in model.parameters if p.exported}
-    weights = sum(_weight_bytes(p, ranks, sizes[p.name]) for p in model.parameters if p.exported)
+    sizes = element_sizes(cfg, model)
+    weights = sum(_weight_bytes(p, ranks, sizes[p.hf_names[0]]) for p in model.parameters if p.exported)
     a_token = _token_bytes(model, ranks, 1 if "fp8" in str(r.engine.get("kv_cache_dtype", "auto")) else SIZES[dtype])
     wanted = cache_tokens(cfg, r.engines, r.oversample)
     tokens = r.max_total_tokens
@@ -45,6 +44,13 @@ def engine_load(cfg: Config, model: ModelMap, hardware: Hardware) -> EngineLoad:
         room = max(0, int(static) - weights) // a_token
         tokens = room if tokens is None else min(tokens, room)
     return EngineLoad(weights, tokens * a_token, tokens, wanted)
+
+
+def element_sizes(cfg: Config, model: ModelMap) -> dict[str, float]:
+    """Bytes a number of each of the checkpoint's tensors, as engines have it."""
+    size = SIZES[cfg.rollout.dtype or cfg.model.dtype]
+    float8 = fp8.quantised(model) if cfg.rollout.quantization else {}
+    return {name: fp8.A_WEIGHT if name in float8 else size for name in model.hf_shapes}
 
 
 def _weight_bytes(parameter: Parameter, ranks: int, size: float) -> int:

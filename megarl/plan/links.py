@@ -28,6 +28,7 @@ from megarl.bridge.states import SIZES
 from megarl.config import Config
 from megarl.config.schema import ParallelConfig
 from megarl.controller.pools import engine_size
+from megarl.plan.engine import element_sizes
 from megarl.plan.hardware import Hardware
 from megarl.plan.memory import Plan, Role
 
@@ -223,8 +224,8 @@ def _weights(plan: Plan) -> Iterator[Traffic]:
     """The checkpoint, once a step, in the engines' dtype: each rank sends or writes its part, and every engine gets it all."""
     cfg, hardware = plan.config, plan.hardware
     model = plan.surveyed.models["actor"]
-    size = SIZES[cfg.rollout.dtype or cfg.model.dtype]
-    whole = sum(map(prod, model.hf_shapes.values())) * size
+    sizes = element_sizes(cfg, model)
+    whole = round(sum(prod(shape) * sizes[name] for name, shape in model.hf_shapes.items()))
     ranks, engines = cfg.actor.parallel.ranks, len(cfg.rollout.urls) or cfg.rollout.engines
     receivers = engines * engine_size(cfg)
     if cfg.reshard.transport == "distributed":

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from megarl.bridge import fp8
 from megarl.errors import RunError
 from megarl.reshard import devices
 from megarl.reshard.bucket import BucketSpec, BucketTensor
@@ -26,6 +27,7 @@ from megarl.reshard.exposure import Exposure
 from megarl.reshard.fingerprint import combine, partial
 from megarl.reshard.link import Inlet, Meeting, Part, Regions
 from megarl.reshard.stream import Control, Stream
+from megarl.rollout import scales
 from megarl.rollout.exposing import Memory
 from megarl.rollout.shards import Shard, shards_of
 
@@ -217,6 +219,7 @@ def load_buckets(
     held = {item.name: _fitting(own, item) for bucket in buckets for item in bucket.tensors}
     if any(bucket.in_place for bucket in buckets):
         return _received(buckets, held) | {"expected": list(own)}
+    apart = {name for name in held if name.endswith(fp8.SCALES)} if scales.lost(model) else set()
     parts: list[tuple[str, list[int], int]] = []
     spent = {"wait": 0.0, "prove": 0.0}
 
@@ -227,7 +230,11 @@ def load_buckets(
                 control.wait_written(number + 1)
             found = bucket.views() if bucket.number is None else _inlet.receive(bucket.number)  # type: ignore[union-attr]
             spent["wait"] += time.perf_counter() - begun
-            yield from found.items()
+            for name, tensor in found.items():
+                if name in apart:
+                    scales.load(model, name, tensor)
+                else:
+                    yield name, tensor
             bucket.settle()
             if control is not None:
                 control.loaded(me, number + 1)  # SGLang has copied the last tensor when it asks for the next

@@ -10,7 +10,7 @@ import torch
 from megarl.bridge import fp8
 from megarl.errors import RunError
 
-_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 # SGLang holds a layer's experts as two tensors, w13_weight (experts, 2 x MLP, hidden) and w2_weight (experts, hidden, MLP), and their
 # scales likewise; the checkpoint one by one.
 _EXPERTS = {"w13": ("gate_proj", "up_proj"), "w2": ("down_proj",)}
@@ -65,10 +65,10 @@ def _shards(model: torch.nn.Module) -> Iterator[tuple[str, Shard]]:
         data = parameter.data
         if kind in _OF_CACHE:
             continue
-        if leaf in _FUSED:
+        if leaf in FUSED:
             sizes = module.output_partition_sizes
             parts = data.split(list(fp8.blocks(sizes)) if f".{kind}" == fp8.SCALES else sizes)
-            for part, view in zip(_FUSED[leaf], parts, strict=True):
+            for part, view in zip(FUSED[leaf], parts, strict=True):
                 yield f"{parent}.{part}.{kind}", Shard(view, 0, _place(module, part) * len(view))
         elif leaf == "experts" and kind in _OF_EXPERTS:
             yield from _of_experts(module_name, kind, data, module)

@@ -110,7 +110,7 @@ CASES = {
         "reshard.probe=true",
         said=(
             "rollout.quantization=fp8: SGLang computes such a model in bfloat16, and this one's engines in float32; set rollout.dtype",
-            "rollout.quantization=fp8: how far log-probs of a probe then are from the trainer's depends on the model; set reshard.probe",
+            "rollout.quantization=fp8: how far log-probs of a probe then are from the trainer's depends on the model; set",
             "json_model_override_args={}: rollout.quantization sets that itself and depends on it; leave it out",
             "rollout.quantization=fp8: without CUDA an engine cannot compute in float8; set rollout.quantization=null",
             "rollout.quantization=fp8: an engine's rank has 144 rows of queries, and SGLang takes only whole blocks of 128",

@@ -71,6 +71,16 @@ def test_engines_that_give_memory_back_leave_it_to_the_ranks(where: str, tmp_pat
         assert fallen == {"rollout": 0, "log-probs": given, "update": given, "sync": cache}
 
 
+def test_engines_in_float8_hold_and_are_sent_half(tmp_path: Path) -> None:
+    found = {}
+    for kind in ("null", "fp8"):
+        command = ["configs/scale/ppo_qwen3_8b_16xh100.yaml", f"rollout.quantization={kind}"]
+        code, facts = plan(tmp_path, *command)
+        assert code == 0
+        found[kind] = next(load["engine"] for load in facts["ranks"] if load["engine"])
+    assert 0.5 < found["fp8"] / found["null"] < 0.62  # embedding and output layer stay
+
+
 def test_roles_and_pools_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = ["critic.parallel.ranks=2", "critic.parallel.tensor=2", "reference.offload=all"]
     code, facts = plan(tmp_path, "configs/recipes/ppo.yaml", "--hardware", "h100", *own)
