@@ -343,13 +343,11 @@ def engine_blocks(cfg: Config, model: ModelMap) -> Iterator[str]:
         rows["an MLP's gate"] = dims.ffn // tp
     if model.has_experts:
         rows["an expert's gate"] = dims.expert_ffn * ep // tp
-    for what, count in rows.items():
-        if count % fp8.BLOCK:
-            yield (
-                f"rollout.quantization={cfg.rollout.quantization}: an engine's rank has {count} rows of {what}, and SGLang takes only "
-                f"whole blocks of {fp8.BLOCK}; set rollout.quantization=null"
-                + (", or another rollout.engine.tp_size" if tp > 1 else "")
-            )
+    if cut := [f"{count} rows of {what}" for what, count in rows.items() if count % fp8.BLOCK]:
+        yield (
+            f"rollout.quantization={cfg.rollout.quantization}: an engine's rank has {' and '.join(cut)}, and SGLang takes only whole "
+            f"blocks of {fp8.BLOCK}; set {'rollout.engine.tp_size lower, or ' if tp > 1 else ''}rollout.quantization=null"
+        )
 
 
 def engine_arguments(cfg: Config) -> list[str]:

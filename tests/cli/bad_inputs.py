@@ -113,8 +113,7 @@ CASES = {
             "rollout.quantization=fp8: how far log-probs of a probe then are from the trainer's depends on the model; set",
             "json_model_override_args={}: rollout.quantization sets that itself and depends on it; leave it out",
             "rollout.quantization=fp8: without CUDA an engine cannot compute in float8; set rollout.quantization=null",
-            "rollout.quantization=fp8: an engine's rank has 144 rows of queries, and SGLang takes only whole blocks of 128",
-            "rollout.quantization=fp8: an engine's rank has 112 rows of an MLP's gate",
+            "an engine's rank has 144 rows of queries and 48 rows of keys and 112 rows of an MLP's gate, and SGLang takes only whole",
         ),
     ),
     "engines that run already": bad(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from megarl import config
 from megarl.controller.cluster import cluster
@@ -21,6 +22,8 @@ from megarl.controller.workers import WorkerGroup
 from megarl.models.tiny import make_tiny
 from megarl.reshard.exposure import Exposure
 from tests.controller.runs import CONFIG, processes
+from tests.reshard.receiver import Receiver
+from tests.reshard.test_fp8 import expected, same
 
 TRANSPORTS = ("colocated", "distributed", "disk")
 LAYOUTS = {
@@ -141,6 +144,32 @@ def test_an_engine_that_dies_while_it_joins_the_ranks_holds_nobody_up(tmp_path: 
         assert sync.probe_engines()["reshard/probe_abs_max"] <= 1e-5 and len(notes) == 1
     finally:
         engines.shutdown()
+        for rank in actor:
+            rank.__ray_terminate__.remote()
+
+
+@pytest.mark.slow
+def test_ranks_quantise_for_engines_in_float8(tmp_path: Path) -> None:
+    """Without an engine, which would need a GPU: what it would be given, from ranks that have parts of blocks."""
+    folder = make_tiny("qwen2-untied", tmp_path / "model")
+    layout = ["actor.parallel.ranks=2", "actor.parallel.tensor=2", "actor.parallel.sequence=true"]
+    cfg = config.load(CONFIG, [f"model.path={folder}", *layout])
+    prepared = preflight(cfg)
+    cfg.rollout.quantization, cfg.rollout.dtype = "fp8", "bfloat16"
+    want = expected(prepared.model, load_file(folder / "model.safetensors"))
+    actor = WorkerGroup(cfg, prepared.models, prepared.model.dims.hidden)
+    try:
+        actor.start()
+        actor.ready()
+        for cfg.reshard.transport in TRANSPORTS:
+            moving, receiver = transport(cfg, prepared.model, prepared.folder, tmp_path / "weights"), Receiver()
+            try:
+                report = moving.push(actor, receiver, 1)  # type: ignore[arg-type]
+            finally:
+                moving.close()
+            assert report.verified == report.tensors == len(want)
+            assert all(same(receiver.tensors[name], tensor) for name, tensor in want.items())
+    finally:
         for rank in actor:
             rank.__ray_terminate__.remote()
 
