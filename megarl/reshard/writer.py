@@ -162,9 +162,9 @@ class ShardWriter:
                 where, magnitudes = fp8.magnitudes(_region(piece), _origin(piece.copy.hf))
                 found[where] = found[where].maximum(magnitudes)
         largest(flat)
-        for name, found in whole.items():
-            if not found.isfinite().all():
-                raise RunError(f"weight sync: {name} has numbers that are not finite, which have no place in float8")
+        if not flat.isfinite().all():
+            name = next(name for name, found in whole.items() if not found.isfinite().all())
+            raise RunError(f"weight sync: {name} has numbers that are not finite, which have no place in float8")
         self._scales = {name: fp8.scales_of(found) for name, found in whole.items()}
         self._scaled = {fp8.scales_name(name): name for name in whole}
 
