@@ -56,7 +56,7 @@ def test_an_engines_model_takes_numbers_and_scales(family: str, ranks: int, tmp_
         for rank in range(ranks)
     ]
     try:
-        said = [process.communicate(timeout=500) for process in started]
+        said = [process.communicate(timeout=280) for process in started]
     finally:
         for process in started:
             process.kill()
