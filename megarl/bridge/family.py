@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megarl.bridge.layout import Join, Shape, Split, stacked
+from megarl.bridge.layout import Join, Shape, Split, interleaved_by_group, stacked
 from megarl.errors import UserError
 
 Stage = Literal["first", "layer", "last", "mtp"]  # the last: layers for multi-token prediction (mtp.py)
@@ -116,6 +116,12 @@ class Rule:
         False  # the checkpoint has the matrices transposed; `hf` states their shapes as Megatron has them
     )
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for rows laid down as Megatron does not have them, which no count of elements would show."""
+        by_group = ".self_attention.linear_qkv." in self.megatron
+        if by_group and self.join is not interleaved_by_group:
+            raise ValueError(f"{self.megatron}: Megatron has these rows group by group; give join=interleaved_by_group")
+
     @property
     def fused(self) -> bool:
         return self.of_experts and not any("{E}" in name for name in self.hf)
@@ -165,11 +171,15 @@ class Family:
 
 
 def families() -> dict[str, Family]:
-    """Every family by architecture: each module of `megarl.bridge.families` holds some, and nothing else lists them."""
+    """Every family by architecture: each module of `megarl.bridge.families` holds some, and nothing else lists them. Raises
+    UserError, naming the module, where one cannot be loaded."""
     package = importlib.import_module("megarl.bridge.families")
     found: dict[str, Family] = {}
     for module in pkgutil.iter_modules(package.__path__):
-        loaded = importlib.import_module(f"{package.__name__}.{module.name}")
+        try:
+            loaded = importlib.import_module(f"{package.__name__}.{module.name}")
+        except Exception as error:
+            raise UserError(f"The family in {package.__name__}.{module.name} cannot be loaded: {error!r}.") from error
         for value in vars(loaded).values():
             if isinstance(value, Family):
                 found[value.architecture] = value

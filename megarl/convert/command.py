@@ -97,6 +97,7 @@ def _verify(args: argparse.Namespace) -> int:
     from megarl.convert.source import open_source
     from megarl.convert.verify import compare
 
+    _demand_one("verify")
     first, second = open_source(args.first, args.config), open_source(args.second, args.config)
     result = compare(first, second)
     if args.logits:
@@ -117,8 +118,18 @@ def _verify(args: argparse.Namespace) -> int:
     return 0
 
 
+def _demand_one(what: str) -> None:
+    from megarl.convert.processes import processes
+    from megarl.errors import UserError
+
+    with processes() as among:
+        if among.world > 1:
+            raise UserError(f"{what} is for one process; start it without torchrun.")
+
+
 def _inspect(args: argparse.Namespace) -> int:
     from megarl.convert.inspect import inspect
 
+    _demand_one("inspect")
     print("\n".join(inspect(args.folder, args.config, tensors=args.tensors)))
     return 0

@@ -38,7 +38,9 @@ def _model(source: Source, *, tensors: bool) -> list[str]:
     if model.has_experts:
         lines.append(f"  experts     {model.dims.experts} a layer, in {sum(map(int, model.dims.sparse))} layers")
     if source.head is not None:
-        lines.append(f"  head        {source.head.labels} scores{', with a bias' if source.head.bias else ''}")
+        lines.append(
+            f"  head        {_count(source.head.labels, 'score')}{', with a bias' if source.head.bias else ''}"
+        )
     if model.tied:
         lines.append("  output      tied to the embedding")
     if model.dims.mtp:
@@ -47,6 +49,10 @@ def _model(source: Source, *, tensors: bool) -> list[str]:
     if tensors and source.kind == "hf":
         lines += [f"  {name}  {tuple(shape)}  {dtypes[name]}" for name, shape in model.hf_shapes.items()]
     return lines
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _megatron(folder: Path, config: Path | None, tensors: bool) -> list[str]:
@@ -59,13 +65,14 @@ def _megatron(folder: Path, config: Path | None, tensors: bool) -> list[str]:
         lines = [f"{checkpoint}: torch_dist checkpoint of Megatron", f"  as a model: {error}"]
     files = {chunk.file for stored in reader.tensors.values() for chunk in stored.chunks}
     chunks = sum(len(stored.chunks) for stored in reader.tensors.values())
+    stored = f"{len(reader.tensors)} tensors in {_count(chunks, 'chunk')} in {_count(len(files), 'file')}"
     lines += [
-        f"  stored      {len(reader.tensors)} tensors in {chunks} chunks and {len(files)} files, {len(reader.objects)} objects",
+        f"  stored      {stored}, {_count(len(reader.objects), 'object')}",
         f"  optimizer   {f'{len(states)} tensors of state' if states else 'none'}",
     ]
     if tensors:
         lines += [
-            f"  {key}  {stored.shape}  {stored.dtype}  {len(stored.chunks)} chunks"
+            f"  {key}  {stored.shape}  {stored.dtype}  {_count(len(stored.chunks), 'chunk')}"
             for key, stored in reader.tensors.items()
         ]
     return lines

@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from megarl import models
 from megarl.bridge import head_io, megatron_io, quantised
 from megarl.bridge.head_io import HeadReader
 from megarl.bridge.heads import Head
@@ -119,7 +120,9 @@ def _hf(folder: Path) -> Source:
     if is_checkpoint(folder):
         raise UserError(f"{folder} is a checkpoint of Megatron, not a Hugging Face folder.")
     if not folder.is_dir():
-        raise UserError(f"There is no model folder {folder}.")
+        known = str(folder) in models.names()
+        hint = f" `megarl models get {folder}` makes one of the model that megarl knows by that name." if known else ""
+        raise UserError(f"There is no model folder {folder}.{hint}")
     _look_inside(folder)
     head = head_io.stored_head(folder)  # complains of weights before anything is said of the config
     config = read_config(folder)

@@ -50,6 +50,9 @@ def compare(first: Source, second: Source, *, show: bool = True) -> Comparison:
         looking(*(partial(altered, folder) for folder in dist)),
         ByteProgress("comparing", total, show=show) as progress,
     ):
+        if cast := _cast(common, first, second):
+            result.differences.append(cast)
+            common = []
         for name in common:
             size = _whole_bytes(first, name)
             fault = _compared(name, first, second, memory, result)
@@ -88,6 +91,15 @@ def _short(value: object) -> str:
 def verify(first: Path, second: Path, config: Path | None = None, *, show: bool = True) -> Comparison:
     """`compare` of two folders, each of Hugging Face or of Megatron."""
     return compare(open_source(first, config), open_source(second, config), show=show)
+
+
+def _cast(names: Sequence[str], first: Source, second: Source) -> str | None:
+    """One sentence where every tensor is stored in another dtype there, as after `--dtype`."""
+    pairs = {(first.reader.dtype(name), second.reader.dtype(name)) for name in names}
+    if len(pairs) != 1 or len(names) < 2:
+        return None
+    ((ours, theirs),) = pairs
+    return None if ours == theirs else f"all {len(names)} tensors are stored as {_named(ours)} and as {_named(theirs)}"
 
 
 def _whole_bytes(source: Source, name: str) -> int:

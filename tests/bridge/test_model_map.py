@@ -448,7 +448,18 @@ def test_a_new_family_is_one_new_file(tmp_path, monkeypatch: pytest.MonkeyPatch)
     model.prove(2)
     assert model.family == "toy"
     assert model.parameter("decoder.layers.3.self_attention.linear_proj.weight").hf_names == ("h.3.out",)
-    assert len(known_families()) == 15
+    assert known_families()["ToyForCausalLM"].model_type == "toy"
+
+
+def test_a_family_that_is_wrong_is_named(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    rule = 'Rule({"qkv": "q+kv+kv hidden"}, "decoder.layers.{L}.self_attention.linear_qkv.weight", split=Split.ROWS)'
+    (tmp_path / "ill.py").write_text(
+        "from megarl.bridge.family import Rule\nfrom megarl.bridge.layout import Split\n" + rule
+    )
+    monkeypatch.setattr(families, "__path__", [*families.__path__, str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "megarl.bridge.families.ill", raising=False)
+    with pytest.raises(UserError, match=r"families\.ill cannot be loaded: .*give join=interleaved_by_group"):
+        known_families()
 
 
 def test_a_map_is_made_without_loading_torch() -> None:
