@@ -458,11 +458,15 @@ def left_out(source: Path, model: ModelMap) -> tuple[ModelMap, Iterator[tuple[st
 def copy_companions(source: Path, folder: Path, dtype: torch.dtype, changes: Mapping[str, Any]) -> None:
     """config.json (its dtype brought up to date, and with `changes`), tokenizer, chat template and generation config."""
     config = json.loads((source / "config.json").read_text(encoding="utf-8")) | dict(changes)
-    # transformers 5 writes `dtype`, transformers 4 `torch_dtype`; each reads the other's.
-    key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    config[key] = str(dtype).removeprefix("torch.")
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (folder / "config.json").write_text(config_text(config, dtype), encoding="utf-8")
     copy_texts(source, folder)
+
+
+def config_text(config: Mapping[str, Any], dtype: torch.dtype) -> str:
+    """config.json with the dtype that the weights have."""
+    # transformers 5 writes `dtype`, transformers 4 `torch_dtype`; each reads the other's, and some tools write both.
+    keys = [key for key in ("torch_dtype", "dtype") if key in config] or ["dtype"]
+    return json.dumps({**config, **dict.fromkeys(keys, str(dtype).removeprefix("torch."))}, indent=2) + "\n"
 
 
 def copy_texts(source: Path, folder: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megarl.bridge.dist_keys import extra_states, written
-from megarl.bridge.hf_io import copy_texts
+from megarl.bridge.hf_io import config_text, copy_texts
 from megarl.bridge.layout import Cut
 from megarl.bridge.megatron_io import is_straight, standing
 from megarl.bridge.model_map import Parameter
@@ -17,7 +17,7 @@ from megarl.bridge.raw_io import Run, reading
 from megarl.bridge.torch_dist_write import ChunkFile, write_common, write_metadata
 from megarl.convert.job import Job, carry_out
 from megarl.convert.processes import ALONE, Processes
-from megarl.convert.source import Source, config_text, main_dtype, open_hf
+from megarl.convert.source import Source, main_dtype, open_hf
 from megarl.convert.unfinished import Unfinished
 from megarl.convert.work import AS_IT_IS, Options, Scratch, Watch, check_finite, copied, target_dtypes, undisturbed
 from megarl.errors import RunError, UserError

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
-from megarl.bridge.hf_io import ShardFile, copy_texts, plan_shards, write_index
+from megarl.bridge.hf_io import ShardFile, config_text, copy_texts, plan_shards, write_index
 from megarl.convert.job import Job, carry_out
 from megarl.convert.processes import ALONE, Processes
-from megarl.convert.source import Source, config_text, main_dtype, open_megatron
+from megarl.convert.source import Source, main_dtype, open_megatron
 from megarl.convert.unfinished import Unfinished
 from megarl.convert.work import AS_IT_IS, Options, Scratch, Watch, check_finite, copied, target_dtypes, undisturbed
 

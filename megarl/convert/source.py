@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -197,10 +196,3 @@ def main_dtype(dtypes: Mapping[str, torch.dtype], shapes: Mapping[str, Shape]) -
     for name, dtype in dtypes.items():
         count[dtype] = count.get(dtype, 0) + torch.Size(shapes[name]).numel()
     return max(count, key=lambda dtype: count[dtype])
-
-
-def config_text(config: Mapping[str, Any], dtype: torch.dtype) -> str:
-    """config.json with the dtype that the weights have."""
-    # transformers 5 writes `dtype`, transformers 4 `torch_dtype`; each reads the other's.
-    key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    return json.dumps({**config, key: str(dtype).removeprefix("torch.")}, indent=2) + "\n"

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megarl.bridge.folders import clear_unfinished, new_folder
-from megarl.bridge.hf_io import INDEX, HFReader, HFWriter, export_tensors, load_parameter, save_hf
+from megarl.bridge.hf_io import INDEX, HFReader, HFWriter, copy_companions, export_tensors, load_parameter, save_hf
 from megarl.bridge.layout import Cut
 from megarl.bridge.model_map import ModelMap, Parameter
 from megarl.errors import RunError, UserError
@@ -122,6 +122,16 @@ def test_one_file_needs_no_index_and_the_dtype_is_recorded(tiny: Path, tmp_path:
         assert file.metadata() == {"format": "pt"}
         assert file.get_tensor("model.norm.weight").dtype == torch.bfloat16
     assert HFReader(target).dtype("model.norm.weight") == torch.bfloat16
+
+
+@pytest.mark.parametrize("keys", [("dtype",), ("torch_dtype",), ("torch_dtype", "dtype")])
+def test_each_name_of_the_dtype_that_a_config_has_is_brought_up_to_date(keys: tuple[str, ...], tmp_path: Path) -> None:
+    for name in ("source", "copy"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "source/config.json").write_text(json.dumps({"hidden_size": 80, **dict.fromkeys(keys, "float32")}))
+    copy_companions(tmp_path / "source", tmp_path / "copy", torch.bfloat16, {})
+    written = json.loads((tmp_path / "copy/config.json").read_text())
+    assert written == {"hidden_size": 80, **dict.fromkeys(keys, "bfloat16")}
 
 
 def test_shards_stay_under_their_size_and_read_back_alike(tiny: Path, tmp_path: Path) -> None:

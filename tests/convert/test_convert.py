@@ -93,13 +93,17 @@ def test_files_have_the_size_that_is_asked_for(shard_bytes: int, hf: Path, tmp_p
 
 
 def test_a_dtype_is_changed_as_torch_changes_it(hf: Path, tmp_path: Path) -> None:
-    checkpoint = hf_to_megatron(hf, tmp_path / "megatron", Options(dtype=torch.bfloat16), show=False)
+    source = shutil.copytree(hf, tmp_path / "source")
+    said = json.loads((hf / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(said | {"dtype": "float32", "torch_dtype": "float32"}))
+    checkpoint = hf_to_megatron(source, tmp_path / "megatron", Options(dtype=torch.bfloat16), show=False)
     back = megatron_to_hf(checkpoint, tmp_path / "back", Options(dtype=torch.float16), show=False)
     want = load_file(hf / "model.safetensors")
     half = load_file(back / "model.safetensors")
     assert all(torch.equal(half[name], want[name].bfloat16().half()) for name in want)
-    assert json.loads((checkpoint / "config.json").read_text())["dtype"] == "bfloat16"
-    assert json.loads((back / "config.json").read_text())["dtype"] == "float16"
+    for folder, name in ((checkpoint, "bfloat16"), (back, "float16")):
+        written = json.loads((folder / "config.json").read_text())
+        assert (written["dtype"], written["torch_dtype"]) == (name, name)
     result = verify(hf, checkpoint, show=False)
     assert len(result.differences) == len(want)
     assert "model.norm.weight is stored as float32 and as bfloat16" in result.differences
