@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,7 +20,7 @@ from megarl.bridge.folders import new_folder
 from megarl.bridge.layout import Cut, Shape, Where
 from megarl.bridge.model_map import ModelMap, Parameter
 from megarl.bridge.out_file import BlockFile, Blocks, Look, PlainFile
-from megarl.bridge.raw_io import Run, raw, read_exactly, reading
+from megarl.bridge.raw_io import Files, Run, raw, reading
 from megarl.errors import RunError, UserError
 
 INDEX = "model.safetensors.index.json"
@@ -45,7 +45,8 @@ class HFReader:
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
         self._files: dict[str, Any] = {}  # by file name; opened once, and mapped until the reader goes
-        self._starts: dict[str, tuple[BinaryIO, _Starts]] = {}  # opened again, not mapped
+        self._starts: dict[str, _Starts] = {}
+        self._read = Files()  # opened again, not mapped
         self._file_of = self._indexed() if (self.folder / INDEX).is_file() else self._listed()
 
     @property
@@ -96,7 +97,7 @@ class HFReader:
 
     def _fill(self, run: Run, out: Tensor) -> None:
         with reading(run.path, RunError):
-            whole = read_exactly(run.file, run.start, out)
+            whole = run.fill(out)
         if not whole:
             raise UserError(f"{run.path} is damaged or cut short.")
 
@@ -115,11 +116,10 @@ class HFReader:
         file, stored = place
         if file not in self._starts:
             self._starts[file] = _starts(self.folder / file)
-        descriptor, starts = self._starts[file]
-        start, shape, kind = starts[stored]
+        start, shape, kind = self._starts[file][stored]
         each = math.prod(shape[1:]) * STORED[kind].itemsize
         first, count = rows.start or 0, rows.stop - (rows.start or 0)
-        return Run(self.folder / file, descriptor.fileno(), start + first * each, count * each)
+        return Run(self.folder / file, self._read, start + first * each, count * each)
 
     def _place(self, name: str) -> tuple[str, str] | None:
         """File and name in it of a tensor; None: no file has it."""
@@ -265,10 +265,9 @@ class StoredSlice:
         return rows[(slice(None, None, parts[0].step), *parts[1:])]
 
 
-def _starts(path: Path) -> tuple[BinaryIO, _Starts]:
-    """A file of safetensors that was found whole, and where its tensors are."""
-    file = path.open("rb")
-    with reading(path, RunError):
+def _starts(path: Path) -> _Starts:
+    """Where the tensors are of a file of safetensors that was found whole."""
+    with reading(path, RunError), path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         text = file.read(size)
     try:
@@ -276,11 +275,10 @@ def _starts(path: Path) -> tuple[BinaryIO, _Starts]:
     except ValueError as error:
         raise UserError(f"{path} is damaged or cut short.") from error
     header.pop("__metadata__", None)
-    found = {
+    return {
         name: (8 + size + entry["data_offsets"][0], tuple(entry["shape"]), entry["dtype"])
         for name, entry in header.items()
     }
-    return file, found
 
 
 class HFWriter:

@@ -17,7 +17,7 @@ import torch
 from isal import isal_zlib
 from torch import Tensor
 
-from megarl.bridge.raw_io import Run, raw, read_exactly, reading
+from megarl.bridge.raw_io import Run, raw, reading
 from megarl.errors import RunError, UserError
 
 _EACH = 32 << 20  # bytes
@@ -130,7 +130,7 @@ class BlockFile:
             wanted = min(_PIECE, run.length - done)
             part = self._room(wanted) if aligned else self._blocks.aside[:wanted]
             with reading(run.path, RunError):
-                whole = read_exactly(run.file, run.start + done, part)
+                whole = run.fill(part, done)
             if not whole:
                 raise UserError(f"{run.path} is cut short.")
             look(part.view(dtype))

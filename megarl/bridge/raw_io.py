@@ -6,12 +6,14 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megarl.errors import RunError, UserError
+
+MOST_OPEN = 128  # files of a reader: a process may have 1,024 as a rule, and up to four readers
 
 
 @contextmanager
@@ -41,10 +43,32 @@ def read_exactly(file: int, offset: int, out: Tensor) -> bool:
     return True
 
 
+class Files:
+    """Files that are read here and there, opened when they are needed: the one that was not for longest is closed where there are too
+    many. For one thread."""
+
+    def __init__(self) -> None:
+        self._open: dict[Path, BinaryIO] = {}  # the latest used last
+
+    def open(self, path: Path) -> BinaryIO:
+        """It may be closed by the next call. Raises OSError."""
+        file = self._open.pop(path, None)
+        if file is None:
+            while len(self._open) >= MOST_OPEN:
+                self._open.pop(next(iter(self._open))).close()
+            file = path.open("rb")
+        self._open[path] = file
+        return file
+
+
 class Run(NamedTuple):
     """Bytes of a file, one after another."""
 
     path: Path
-    file: int  # a descriptor
+    files: Files  # that it is one of
     start: int
     length: int
+
+    def fill(self, out: Tensor, skip: int = 0) -> bool:
+        """Fills a contiguous tensor with what lies behind the first `skip` bytes. False: the file ends before it. Raises OSError."""
+        return read_exactly(self.files.open(self.path).fileno(), self.start + skip, out)

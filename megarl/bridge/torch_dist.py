@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from megarl.bridge.layout import Shape
-from megarl.bridge.raw_io import Run, read_exactly, reading
+from megarl.bridge.raw_io import Files, Run, read_exactly, reading
 from megarl.bridge.torch_frame import FRAMED, frame
 from megarl.errors import RunError, UserError
 
@@ -101,7 +101,7 @@ class DistReader:
         self.folder = Path(folder)
         check_format(self.folder)
         self.tensors, self.objects = read_metadata(self.folder)
-        self._files: dict[str, BinaryIO] = {}
+        self._files = Files()
         self._by_first: dict[
             str, dict[int, list[Chunk]] | None
         ] = {}  # of a key: its chunks by their first index, if each has one
@@ -153,7 +153,7 @@ class DistReader:
         first = _flat(tuple(s.start for s in inside), chunk.sizes) * width
         length = torch.Size([s.stop - s.start for s in inside]).numel() * width
         start = self._data_start(stored, chunk) + first
-        return Run(self.folder / chunk.file, self._open(chunk.file).fileno(), start, length)
+        return Run(self.folder / chunk.file, self._files, start, length)
 
     def _near(self, key: str, region: tuple[slice, ...]) -> Iterable[Chunk]:
         """The chunks of a tensor that may meet a region: there are as many as layers, or experts, of which one is wanted."""
@@ -247,10 +247,9 @@ class DistReader:
         return self._data[chunk]
 
     def _open(self, name: str) -> BinaryIO:
-        if name not in self._files:
-            with reading(self.folder / name):
-                self._files[name] = (self.folder / name).open("rb")
-        return self._files[name]
+        """It may be closed by the next call."""
+        with reading(self.folder / name):
+            return self._files.open(self.folder / name)
 
     def _check_files(self) -> None:
         """Every file is there and long enough."""

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from megarl.bridge import out_file
+from megarl.bridge import out_file, raw_io
 from megarl.bridge.out_file import BlockFile, Blocks
-from megarl.bridge.raw_io import Run
+from megarl.bridge.raw_io import Files, Run
 from megarl.errors import UserError
 
 SIZE = 3 << 12  # of a block, so that a file has many
@@ -25,11 +23,9 @@ def durable(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Iterator[Run]:
+def source(tmp_path: Path) -> Run:
     (tmp_path / "source").write_bytes(CONTENT)
-    file = os.open(tmp_path / "source", os.O_RDONLY)
-    yield Run(tmp_path / "source", file, 0, len(CONTENT))
-    os.close(file)
+    return Run(tmp_path / "source", Files(), 0, len(CONTENT))
 
 
 @pytest.mark.parametrize("before", [0, 1, 4, SIZE - 6, SIZE, 2 * SIZE + 4090])
@@ -92,3 +88,16 @@ def test_a_disk_that_takes_no_more_is_told(durable: bool) -> None:
             file.write(bytes(count))
             file.end()
         file.close()
+
+
+def test_of_more_files_than_may_be_open_the_latest_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(raw_io, "MOST_OPEN", 3)
+    files, out = Files(), torch.empty(2, dtype=torch.uint8)
+    runs = [Run(tmp_path / str(number), files, 4, 3) for number in range(5)]
+    for number, run in enumerate(runs):
+        run.path.write_bytes(bytes(range(number, number + 7)))
+    handles = [files.open(run.path) for run in (*runs[:3], runs[0], *runs[3:])]
+    assert [handle.closed for handle in handles] == [False, True, True, False, False, False]
+    for number, run in enumerate(runs):
+        assert run.fill(out, 1) and out.tolist() == [number + 5, number + 6]
+        assert not run.fill(out, 2)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -17,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl import cli, models
+from megarl.bridge import raw_io
 from megarl.bridge.dist_keys import extra_states, found, written
 from megarl.bridge.hf_io import HFReader
 from megarl.bridge.layout import Cut
@@ -90,6 +93,25 @@ def test_files_have_the_size_that_is_asked_for(shard_bytes: int, hf: Path, tmp_p
     assert len(list(back.glob("*.safetensors"))) == {1: names, 300_000: 4}[shard_bytes]
     assert len(list(checkpoint.glob("*.distcp"))) == {1: 35, 300_000: 6}[shard_bytes]
     assert all(p.stat().st_size < 310_000 for p in back.glob("*.safetensors"))
+
+
+def test_more_files_than_a_process_may_have_open_are_no_matter(
+    hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each tensor in a file of its own, and ten files more than there are."""
+    monkeypatch.setattr(raw_io, "MOST_OPEN", 3)
+    options, limits = Options(shard_bytes=1), resource.getrlimit(resource.RLIMIT_NOFILE)
+    checkpoint = hf_to_megatron(hf, tmp_path / "megatron", options, show=False)
+    assert len(list(checkpoint.glob("*.distcp"))) > 16
+    most = max(map(int, os.listdir("/proc/self/fd")))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most + 14, limits[1]))
+    try:
+        back = megatron_to_hf(checkpoint, tmp_path / "back", options, show=False)
+        hf_to_megatron(back, tmp_path / "again", options, show=False)
+        assert verify(back, tmp_path / "again", show=False).differences == []
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert verify(hf, back, show=False).differences == []
 
 
 def test_a_dtype_is_changed_as_torch_changes_it(hf: Path, tmp_path: Path) -> None:
