@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -164,21 +165,26 @@ def altered(
     weights: Mapping[str, int] | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> str | None:
-    """Reads every `shares`th of the files that have a checksum, from number `share` on: a sentence where one is not what was written,
-    None where all are, or where the checkpoint has no checksums.
+    """Reads every `shares`th of the files that have a checksum, from number `share` on: a sentence where one is not what was written
+    or should have a checksum and has none, None where all are well, or where the checkpoint has no checksums.
 
     `weights`: only these files, of which so many bytes are wanted (0: all), and no more is read where those have a checksum of their
     own. `stop` is asked now and then whether the answer is still wanted.
     """
     path = folder / CHECKSUMS
-    if not path.is_file():
+    if not os.path.lexists(path):
         return None
+    if path.exists() and not path.is_file():
+        return f"{path} is no file."
     try:
         wanted = {name: _sums(value) for name, value in json.loads(path.read_text(encoding="utf-8")).items()}
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         return f"{path} cannot be read: {error!r}."
-    names = sorted(name for name in wanted if weights is None or name in weights)
+    there = [METADATA, COMMON, *(file.name for file in folder.glob("*.distcp"))]
+    names = sorted({*wanted, *there} if weights is None else weights)
     for name in names[share::shares]:
+        if name not in wanted:
+            return f"{path} does not name {name}, so nothing tells whether that is what was written."
         if said := _altered(folder / name, wanted[name], 0 if weights is None else weights[name], stop):
             return said
     return None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 
 from megarl import cli
 from megarl.bridge.torch_dist import COMMON, METADATA, DistReader
-from megarl.bridge.torch_dist_write import checksum, checksums, write_checksums
+from megarl.bridge.torch_dist_write import altered, checksum, checksums, write_checksums
 from megarl.convert.hf_to_megatron import _ToMegatron
 from megarl.convert.job import carry_out
 from megarl.convert.megatron_to_hf import megatron_to_hf
@@ -94,6 +96,51 @@ def test_checksums_that_are_none_are_told(text: str, trained: Path, tmp_path: Pa
     (trained / "checksums.json").write_text(text)
     with pytest.raises(UserError, match=r"checksums.json cannot be read"):
         megatron_to_hf(trained, tmp_path / "target", show=False)
+
+
+@pytest.mark.parametrize("name", [FIRST, METADATA])
+def test_a_file_that_the_checksums_do_not_name_is_told(name: str, trained: Path, hf: Path, tmp_path: Path) -> None:
+    path = trained / "checksums.json"
+    named = json.loads(path.read_text())
+    del named[name]
+    path.write_text(json.dumps(named))
+    for act in (
+        lambda: megatron_to_hf(trained, tmp_path / "target", show=False),
+        lambda: verify(hf, trained, show=False),
+    ):
+        with pytest.raises(UserError) as error:
+            act()
+        said = f"{path} does not name {name}, so nothing tells whether that is what was written."
+        assert str(error.value) == said
+    assert [path.name for path in tmp_path.iterdir()] == ["trained"]
+
+
+def test_what_is_not_read_need_not_be_named(trained: Path, tmp_path: Path) -> None:
+    path = trained / "checksums.json"
+    named = json.loads(path.read_text())
+    del named[COMMON]
+    path.write_text(json.dumps(named))
+    megatron_to_hf(trained, tmp_path / "back", show=False)
+    assert altered(trained) == f"{path} does not name {COMMON}, so nothing tells whether that is what was written."
+
+
+NO_FILE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a folder": (Path.mkdir, "is no file"),
+    "a pipe": (os.mkfifo, "is no file"),
+    "a link to nowhere": (lambda path: path.symlink_to("nowhere"), "cannot be read"),
+    "a link to itself": (lambda path: path.symlink_to(path.name), "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("what", NO_FILE)
+def test_checksums_that_are_no_file_are_told(what: str, trained: Path) -> None:
+    make, words = NO_FILE[what]
+    path = trained / "checksums.json"
+    path.unlink()
+    assert altered(trained) is None
+    make(path)
+    said = altered(trained)
+    assert said is not None and said.startswith(f"{path} {words}")
 
 
 CUT = {  # how a tensor's bytes are taken: as they lie, cast, turned and taken in turns, dequantised, compared with its tie
