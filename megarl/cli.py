@@ -13,9 +13,9 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from megarl import __version__
 from megarl.convert import command as convert
@@ -27,9 +27,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and answers its exit code. A wrong command line ends in argparse's own SystemExit(2)."""
     try:
         try:
-            return _run(argv)
+            if sys.stdout is None:  # it is where the shell has closed it
+                return _run(argv)
+            with redirect_stdout(_Output(sys.stdout)):
+                return _run(argv)
         finally:
-            if sys.stdout is not None:  # it is where the shell has closed it
+            if sys.stdout is not None:
                 sys.stdout.flush()  # else Python does, at its end, and tells of what goes wrong in its own words
     except OSError as error:  # of the output: all others are told by `guarded`
         for stream in (stream for stream in (sys.stdout, sys.stderr) if stream is not None and _is_gone(stream)):
@@ -39,6 +42,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         _complain(f"the output could not be written: {error.strerror or error}.")
         return 1
+
+
+class _Output:
+    """A stream that keeps the error of a write that failed, so that it is not taken for another file's."""
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+        self.fault: OSError | None = None
+
+    def write(self, text: str) -> Any:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self.fault = error
+            raise
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def _run(argv: Sequence[str] | None) -> int:
@@ -74,6 +95,8 @@ def guarded(what: str, command: Callable[[], int]) -> int:
         return 130
     except Exception as error:  # nothing may end without a word to the user
         if isinstance(error, BrokenPipeError) and any(map(_is_gone, (sys.stdout, sys.stderr))):
+            raise
+        if error is getattr(sys.stdout, "fault", None):
             raise
         traceback.print_exc()
         _complain(f"this is a bug in megarl {__version__}; please report it with the lines above")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -23,16 +24,17 @@ def _is_number(value: object, least: float) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and least <= value < 1e300
 
 
-def _is_whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _is_whole(value: object, least: int, end: float = math.inf) -> bool:
+    """From `least` to below `end`. Tensors of larger sizes have shapes that 64 bits do not count."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < end
 
 
 POSITIVE = Kind("a finite number above 0", lambda value: _is_number(value, 5e-324))
 POSITIVE_OR_NULL = Kind(f"{POSITIVE.what}, or null", POSITIVE.fits, True)
 NOT_NEGATIVE = Kind("a finite number of at least 0, or null", lambda value: _is_number(value, 0), True)
-SIZE = Kind("a positive whole number", lambda value: _is_whole(value, 1))
+SIZE = Kind("a positive whole number below 2**31", lambda value: _is_whole(value, 1, 1 << 31))
 SIZE_OR_NULL = Kind(f"{SIZE.what}, or null", SIZE.fits, True)
-COUNT = Kind("a whole number of at least 0, or null", lambda value: _is_whole(value, 0), True)
+COUNT = Kind("a whole number from 0 to below 2**31, or null", lambda value: _is_whole(value, 0, 1 << 31), True)
 TRUTH = Kind("true or false", lambda value: isinstance(value, bool))
 TRUTH_OR_NULL = Kind("true, false or null", TRUTH.fits, True)
 NAME = Kind("a name, or null", lambda value: isinstance(value, str), True)
@@ -93,7 +95,7 @@ def whole(config: Config, field: str, least: int) -> int:
     """A field that is a whole number."""
     value: int | None = config.get(field)
     if value is None or not _is_whole(value, least):
-        raise UserError(f"config.json: {field} = {value!r} must be a whole number of at least {least}.")
+        raise UserError(f"config.json: {field} = {short(value)} must be a whole number of at least {least}.")
     return value
 
 

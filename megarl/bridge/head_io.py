@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.bridge.heads import BIAS, PREFIX, STORED, WEIGHT, Head
+from megarl.bridge.heads import BIAS, PREFIX, STORED, WEIGHT, Head, found_head
 from megarl.bridge.hf_config import read_config
 from megarl.bridge.hf_io import HFReader, save_hf
 from megarl.bridge.model_map import ModelMap
@@ -24,7 +24,7 @@ def stored_head(folder: str | Path) -> Head | None:
     found = _stored(reader)
     if WEIGHT not in found:
         return None
-    return Head(labels=reader.shape(found[WEIGHT])[0], bias=BIAS in found)
+    return found_head(reader.shape(found[WEIGHT]), BIAS in found, folder)
 
 
 def critic_head(folder: str | Path, *, std: float = 0.0, seed: int = 0) -> Head:

@@ -17,6 +17,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megarl.bridge.family import Dims, Family, Rule, find_family
+from megarl.bridge.layout import Shape
+from megarl.errors import UserError
 
 WEIGHT, BIAS = "score.weight", "score.bias"
 # Under which names checkpoints hold the two, the first that is there counts.
@@ -66,6 +68,13 @@ class Head:
         labels = {str(number): f"LABEL_{number}" for number in range(self.labels)}
         counted = {"num_labels": self.labels} if "num_labels" in config else {}
         return {**named, **counted, "id2label": labels, "label2id": {label: int(n) for n, label in labels.items()}}
+
+
+def found_head(shape: Shape, bias: bool, where: object) -> Head:
+    """The head of a checkpoint whose weight has a shape. UserError for one that is no (labels, hidden)."""
+    if len(shape) != 2 or not shape[0]:
+        raise UserError(f"{where} has a score head ({WEIGHT}) of shape {shape}: it must be (labels, hidden size).")
+    return Head(labels=shape[0], bias=bias)
 
 
 def _labels(config: Mapping[str, Any]) -> int | None:

@@ -55,7 +55,7 @@ USUAL: Mapping[str, tuple[Any, ...]] = {
 PARTIAL = "partial_rotary_factor"
 # More than any model has: a map of so many would take hours to make. Experts: of all layers together.
 _MOST = {"layers": 10_000, "heads": 4_096, "kv_heads": 4_096, "experts": 200_000}
-_LARGEST = 1 << 40  # of anything else
+_LARGEST = (1 << 31) - 1  # of anything else, as `fields.SIZE`
 
 
 @dataclass(frozen=True)
@@ -167,9 +167,11 @@ def _size(family: Family, name: str, key: str, value: Any, most: int | None = No
     if value is None:
         raise UserError(f"config.json of a {family.architecture} lacks {key}.")
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UserError(f"config.json: {key} = {value!r} must be a positive whole number.")
+        raise UserError(f"config.json: {key} = {short(value)} must be a positive whole number.")
     if value > (most := most or _MOST.get(name, _LARGEST)):
-        raise UserError(f"config.json: {key} = {value} is more than any model has: at most {most} can be mapped.")
+        raise UserError(
+            f"config.json: {key} = {short(value)} is more than any model has: at most {most} can be mapped."
+        )
     return value
 
 

@@ -147,7 +147,7 @@ class HFReader:
         wrong += [
             f"{name} differs from {other}, and tie_word_embeddings says that they are one (set it to false)"
             for name, other in model.ties
-            if name in found and other in found and not torch.equal(self._slice(name)[:], self._slice(other)[:])
+            if name in found and other in found and not _same(self.get(name), self.get(other))
         ]
         parts = [
             *([f"lacks {_some(missing)}"] if missing else []),
@@ -225,7 +225,7 @@ class HFReader:
         where: dict[str, str] = {}
         for file in files:
             _, of, total = file.removesuffix(".safetensors").rpartition("-of-")
-            if of and total.isdigit() and int(total) != len(files):
+            if of and total.isascii() and total.isdigit() and int(total) != len(files):
                 raise UserError(f"{self.folder} holds {len(files)} of the {int(total)} shards that {file} tells of.")
             held = self._open(file).keys()
             for name in held:
@@ -529,6 +529,14 @@ def export_tensors(
                 copy.of(whole[copy.hf_name][copy.hf]).copy_(local[copy.local])
         left.subtract(parameter.hf_names)
         yield from ((name, whole.pop(name)) for name in parameter.hf_names if left[name] == 0)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Equal, or of the same bits, which NaN may be among."""
+    if torch.equal(one, other):
+        return True
+    alike = (one.dtype, one.shape) == (other.dtype, other.shape) and one.dim() > 0
+    return alike and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 def _ignorable(name: str, model: ModelMap) -> bool:

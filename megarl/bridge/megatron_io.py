@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megarl.bridge.dist_keys import Slot, found
-from megarl.bridge.heads import BIAS, WEIGHT, Head, megatron_name
+from megarl.bridge.heads import BIAS, WEIGHT, Head, found_head, megatron_name
 from megarl.bridge.hf_io import DTYPES
 from megarl.bridge.layout import Copy, Cut, Shape
 from megarl.bridge.model_map import ModelMap, Parameter
@@ -190,7 +190,7 @@ _NOT_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state_machine_stat
 def stored_head(dist: DistReader) -> Head | None:
     """The score head that a checkpoint holds; None: it is a causal language model."""
     weight = dist.tensors.get(megatron_name(WEIGHT))
-    return None if weight is None else Head(labels=weight.shape[0], bias=megatron_name(BIAS) in dist.tensors)
+    return None if weight is None else found_head(weight.shape, megatron_name(BIAS) in dist.tensors, dist.folder)
 
 
 def _some(names: list[str]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from megarl.bridge import dense
 from megarl.bridge.dense import HF, MEGATRON
 from megarl.bridge.family import Config, Dims, Rule
-from megarl.bridge.fields import number, whole
+from megarl.bridge.fields import number, short, whole
 from megarl.bridge.layout import Split
 from megarl.errors import UserError
 
@@ -96,7 +96,7 @@ def chosen(config: Config, experts: str) -> int:
     """How many experts a token goes to."""
     count, total = config.get("num_experts_per_tok"), config.get(experts)
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise UserError(f"config.json: num_experts_per_tok = {count!r} must be a positive whole number.")
+        raise UserError(f"config.json: num_experts_per_tok = {short(count)} must be a positive whole number.")
     if isinstance(total, int) and count > total:
         raise UserError(f"config.json: num_experts_per_tok = {count} is more than the {total} experts there are.")
     return count

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megarl.bridge import fp8
+from megarl.bridge.fields import short
 from megarl.bridge.hf_io import HFReader
 from megarl.errors import UserError
 
@@ -35,14 +36,18 @@ def method(config: Mapping[str, Any]) -> str | None:
     said = config.get(FIELD)
     if not said:
         return None
-    kind = said.get("quant_method") if isinstance(said, Mapping) else said
+    if not isinstance(said, Mapping):
+        raise UserError(
+            f"config.json: {FIELD} = {short(said)} must be an object that says how the weights are quantised."
+        )
+    kind = said.get("quant_method")
     if kind not in METHODS:
         raise UserError(
-            f"config.json: weights that are quantised by {kind!r} cannot be read, only by {' or '.join(METHODS)}: give the "
+            f"config.json: weights that are quantised by {short(kind)} cannot be read, only by {' or '.join(METHODS)}: give the "
             "unquantised checkpoint."
         )
     if kind == "fp8" and said.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
-        raise UserError(f"config.json: weights of the format {said['fmt']!r} cannot be read; e4m3 can.")
+        raise UserError(f"config.json: weights of the format {short(said['fmt'])} cannot be read; e4m3 can.")
     return str(kind)
 
 
@@ -190,6 +195,6 @@ def _block_size(config: Mapping[str, Any]) -> tuple[int, int]:
         or not all(isinstance(size, int) and 0 < size < 1 << 31 for size in said)
     ):
         raise UserError(
-            f"config.json: weight_block_size = {said!r} must be two sizes; fp8 weights with one scale each cannot be read."
+            f"config.json: weight_block_size = {short(said)} must be two sizes; fp8 weights with one scale each cannot be read."
         )
     return said[0], said[1]

@@ -28,7 +28,10 @@ def reading(path: Path, error: type[UserError | RunError] = UserError) -> Iterat
 
 def raw(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor in memory, which are not copied."""
-    view: memoryview = tensor.detach().view(-1).view(torch.uint8).numpy().data
+    assert tensor.is_contiguous()
+    # Not view(-1): where an axis has length 1, its stride may be any, and torch keeps it.
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+    view: memoryview = flat.view(torch.uint8).numpy().data
     return view
 
 

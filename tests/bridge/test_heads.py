@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from megarl.bridge.head_io import HeadReader, critic_head, open_checkpoint, reward_head, save_head_hf, stored_head
 from megarl.bridge.heads import BIAS, WEIGHT, Head
@@ -105,6 +106,16 @@ def test_what_holds_no_head_is_no_reward_model(folders: Path) -> None:
     folder = make_tiny("llama", folders / "no-head")
     with pytest.raises(UserError, match=r"holds no score head \(score.weight\)"):
         reward_head(folder)
+
+
+@pytest.mark.parametrize("name", ["score.weight", "v_head.summary.weight"])
+@pytest.mark.parametrize("shape", [(), (80,), (0, 80), (2, 3, 80)])
+def test_a_head_of_no_scores_is_refused(tmp_path: Path, name: str, shape: tuple[int, ...]) -> None:
+    save_file({name: torch.zeros(shape)}, tmp_path / "model.safetensors")
+    with pytest.raises(
+        UserError, match=r"has a score head \(score.weight\) of shape .* must be \(labels, hidden size\)"
+    ):
+        stored_head(tmp_path)
 
 
 def test_a_classifier_is_no_policy(folders: Path) -> None:

@@ -249,9 +249,19 @@ def test_a_checkpoint_that_does_not_fit_its_config_is_refused(copy: Path) -> Non
     fails(copy, "stored as F64", check=True)
     with_(lm_head__weight=torch.zeros(419, 80))
     fails(copy, "lm_head.weight differs from model.embed_tokens.weight", check=True)
+    with_(lm_head__weight=torch.tensor(1.0))
+    fails(copy, "lm_head.weight differs from model.embed_tokens.weight", check=True)
     # What adds nothing: the output layer of a tied model as it is tied, rotary frequencies of old checkpoints.
     embeddings = tensors["model.embed_tokens.weight"].clone()
     with_(lm_head__weight=embeddings, model__layers__0__self_attn__rotary_emb__inv_freq=torch.zeros(12))
+    HFReader(copy).check(ModelMap.from_hf(copy))
+    embeddings[3, 3] = torch.nan  # unequal to itself, of the same bits
+    with_(lm_head__weight=embeddings.clone(), model__embed_tokens__weight=embeddings)
+    HFReader(copy).check(ModelMap.from_hf(copy))
+
+
+def test_a_name_that_only_looks_like_one_of_many_shards_is_none(copy: Path) -> None:
+    (copy / "model.safetensors").rename(copy / "a-of-²2.safetensors")
     HFReader(copy).check(ModelMap.from_hf(copy))
 
 

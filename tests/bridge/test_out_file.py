@@ -9,7 +9,7 @@ import torch
 
 from megarl.bridge import out_file, raw_io
 from megarl.bridge.out_file import BlockFile, Blocks
-from megarl.bridge.raw_io import Files, Run
+from megarl.bridge.raw_io import Files, Run, raw
 from megarl.errors import UserError
 
 SIZE = 3 << 12  # of a block, so that a file has many
@@ -101,3 +101,7 @@ def test_of_more_files_than_may_be_open_the_latest_are(tmp_path: Path, monkeypat
     for number, run in enumerate(runs):
         assert run.fill(out, 1) and out.tolist() == [number + 5, number + 6]
         assert not run.fill(out, 2)
+
+
+def test_strides_of_axes_of_length_1_do_not_count() -> None:
+    assert bytes(raw(torch.arange(6.0).view(3, 2)[2:, :1])) == torch.tensor(4.0).numpy().tobytes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -110,10 +111,11 @@ def test_output_that_nobody_reads_ends_quietly(
 def test_output_that_the_disk_does_not_take_is_one_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with open("/dev/full", "w") as full:
-        monkeypatch.setattr(sys, "stdout", full)
-        assert cli.main(["models", "list"]) == 1
-    assert capsys.readouterr().err == "megarl: the output could not be written: No space left on device.\n"
+    for buffered in (True, False):  # it fails at the end, or where the first line is printed
+        with open("/dev/full", "wb", buffering=0) as file:
+            monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(file, write_through=not buffered))
+            assert cli.main(["models", "list"]) == 1
+        assert capsys.readouterr().err == "megarl: the output could not be written: No space left on device.\n"
 
 
 def test_another_broken_pipe_is_not_taken_for_it(capsys: pytest.CaptureFixture[str]) -> None:
