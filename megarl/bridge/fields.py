@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megarl.bridge.family import Config
 from megarl.errors import UserError
@@ -89,6 +90,16 @@ def short(value: object) -> str:
     """A value as a sentence may hold it."""
     said = repr(value)
     return said if len(said) <= 40 else said[:37] + "..."
+
+
+def either(config: Config, names: Sequence[str], default: Any = None) -> Any:
+    """What is said under whichever of several names for one thing. UserError where two of them say different things."""
+    said = {name: config[name] for name in names if config.get(name) is not None}
+    values = list(said.values())
+    if any(value != values[0] for value in values):
+        told = " and ".join(f"{name} = {short(value)}" for name, value in said.items())
+        raise UserError(f"config.json: {told} are names of one thing and disagree.")
+    return values[0] if values else default
 
 
 def whole(config: Config, field: str, least: int) -> int:

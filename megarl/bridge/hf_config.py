@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.bridge.family import Dims, Family
-from megarl.bridge.fields import faults, short
+from megarl.bridge.fields import either, faults, short
 from megarl.errors import UserError
 
 SIZES = {
@@ -154,7 +154,7 @@ def read_dims(family: Family, config: Mapping[str, Any]) -> Dims:
     for name, keys in family.sizes.items():
         key = next((key for key in keys if key in config), keys[0])
         most = _MOST["experts"] // sizes["layers"] if name == "experts" else None
-        sizes[name] = _size(family, name, key, config.get(key, family.defaults.get(key)), most)
+        sizes[name] = _size(family, name, key, either(config, keys, family.defaults.get(key)), most)
     if sizes["heads"] % sizes["kv_heads"]:
         raise UserError(
             f"config.json: num_attention_heads {sizes['heads']} is no multiple of num_key_value_heads {sizes['kv_heads']}."

@@ -12,9 +12,12 @@ from typing import Any
 from megarl.bridge import dense
 from megarl.bridge.dense import HF, MEGATRON
 from megarl.bridge.family import Config, Dims, Rule
-from megarl.bridge.fields import number, short, whole
+from megarl.bridge.fields import either, number, short, whole
 from megarl.bridge.layout import Split
 from megarl.errors import UserError
+
+# Names of how many experts a layer has: a family understands some of them, and the others are refused before.
+EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
 
 
 def sparse(dims: Dims, layer: int) -> bool:
@@ -92,9 +95,9 @@ def some_sparse(pattern: Iterable[bool], what: str) -> dict[str, Any]:
     return {"sparse": layers}
 
 
-def chosen(config: Config, experts: str) -> int:
+def chosen(config: Config) -> int:
     """How many experts a token goes to."""
-    count, total = config.get("num_experts_per_tok"), config.get(experts)
+    count, total = config.get("num_experts_per_tok"), either(config, EXPERTS)
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise UserError(f"config.json: num_experts_per_tok = {short(count)} must be a positive whole number.")
     if isinstance(total, int) and count > total:
@@ -127,7 +130,7 @@ BIASED_SIGMOID: Mapping[str, Any] = {
 def biased_sigmoid(config: Config) -> dict[str, Any]:
     """k experts by score + bias, out of the `topk_group` groups whose two best sum highest; weights are the scores, divided by
     their sum and scaled (arXiv:2412.19437, sec. 2.1.2)."""
-    count = chosen(config, "n_routed_experts")
+    count, total = chosen(config), either(config, EXPERTS)
     groups, best = config.get("n_group") or 1, config.get("topk_group") or 1
     if count == 1:
         raise UserError("config.json: num_experts_per_tok = 1 gives the router no gradient: not supported.")
@@ -142,9 +145,7 @@ def biased_sigmoid(config: Config) -> dict[str, Any]:
                 f"config.json: num_experts_per_tok = {count} with topk_group = {best} is not supported: "
                 f"Megatron would rate a group by its {count // best} best experts, the model by its two best."
             )
-        if config["n_routed_experts"] % groups or config["n_routed_experts"] < 2 * groups:
-            raise UserError(
-                f"config.json: n_group = {groups} must cut {config['n_routed_experts']} experts into equal groups of 2 or more."
-            )
+        if total % groups or total < 2 * groups:
+            raise UserError(f"config.json: n_group = {groups} must cut {total} experts into equal groups of 2 or more.")
         arguments |= {"moe_router_num_groups": groups, "moe_router_group_topk": best}
     return arguments

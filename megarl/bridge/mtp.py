@@ -15,6 +15,7 @@ from typing import Any
 
 from megarl.bridge.dense import HF, MEGATRON
 from megarl.bridge.family import MTP, Dims, Rule, with_part
+from megarl.bridge.fields import either
 from megarl.bridge.layout import Split
 from megarl.errors import UserError
 
@@ -51,9 +52,7 @@ def count(config: Mapping[str, Any]) -> int:
         value = config.get(field)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MOST):
             raise UserError(f"config.json: {field} = {value!r} must be a whole number from 0 to {_MOST}.")
-        if value:
-            return int(value)
-    return 0
+    return int(either(config, MTP, 0))
 
 
 def is_ahead(name: str, layers: int) -> bool:

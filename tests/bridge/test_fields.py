@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from megarl.bridge.family import families
+from megarl.bridge.family import MTP, families
 from megarl.bridge.fields import COUNT, KINDS, NAME, NOT_NEGATIVE, OBJECT, ROPE_KINDS, Kind
 from megarl.bridge.hf_config import READ
 from megarl.bridge.model_map import ModelMap
+from megarl.bridge.moe import EXPERTS
 from megarl.errors import UserError
 from megarl.models.tiny import RECIPES, tiny_config
 
@@ -92,3 +93,30 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
         "config.json of a Qwen3ForCausalLM: the field surprise = 1 is not understood; rms_norm_eps = -1 must be a finite number "
         "above 0; rope_theta = 0 must be a finite number above 0, or null; tie_word_embeddings = 'false' must be true or false."
     )
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("gpt-oss", {"num_experts_per_tok": 11}, "num_experts_per_tok = 11 is more than the 10 experts there are"),
+        ("qwen3-moe", {"num_experts_per_tok": 11}, "num_experts_per_tok = 11 is more than the 10 experts there are"),
+        ("deepseek", {"num_experts_per_tok": 50}, "num_experts_per_tok = 50 is more than the 12 experts there are"),
+        ("deepseek-v2", {"num_experts_per_tok": 50}, "num_experts_per_tok = 50 is more than the 12 experts there are"),
+        ("deepseek", {"n_group": 5, "topk_group": 2}, "n_group = 5 must cut 12 experts into equal groups of 2 or more"),
+        ("deepseek", {"n_routed_experts": 13}, "n_routed_experts = 13 and num_experts = 12 are names of one thing"),
+        ("gpt-oss", {"num_local_experts": 12}, "num_local_experts = 12 and num_experts = 10 are names of one thing"),
+    ],
+)
+def test_experts_are_counted_under_any_name(family: str, changes: dict[str, Any], words: str) -> None:
+    config = tiny_config(family)
+    names = [name for name in EXPERTS if name in families()[config["architectures"][0]].understands]
+    config[names[-1]] = config.pop(next(name for name in names if name in config))
+    ModelMap.from_hf(config)
+    with pytest.raises(UserError, match=words):
+        ModelMap.from_hf({**config, **changes})
+
+
+def test_two_names_of_one_thing_must_agree() -> None:
+    for family, names in (("gemma3", ("sliding_window_pattern", "_sliding_window_pattern")), ("glm4-moe", MTP)):
+        with pytest.raises(UserError, match=f"{names[0]} = 1 and {names[1]} = 2 are names of one thing and disagree"):
+            ModelMap.from_hf({**tiny_config(family), names[0]: 1, names[1]: 2})

@@ -14,7 +14,7 @@ from megarl.bridge.fields import number
 
 def _routing(config: Config) -> dict[str, Any]:
     return {
-        "moe_router_topk": moe.chosen(config, "n_routed_experts"),
+        "moe_router_topk": moe.chosen(config),
         "moe_router_topk_scaling_factor": float(number(config, "routed_scaling_factor", None) or 1.0),
     }
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from megarl.bridge import dense, gemma
 from megarl.bridge.family import Config, Family
-from megarl.bridge.fields import number
+from megarl.bridge.fields import either, number
 from megarl.bridge.windows import FULL, SLIDING, sliding_layers, window_settings
 from megarl.errors import UserError
 
@@ -38,7 +38,7 @@ def _both(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _settings(config: Config) -> dict[str, Any]:
-    every = config.get("sliding_window_pattern", config.get("_sliding_window_pattern", 6))
+    every = either(config, ("sliding_window_pattern", "_sliding_window_pattern"), 6)
     windows = window_settings(config, 4096, sliding_layers(config, every))
     return {
         **gemma.scales(config),

@@ -42,7 +42,7 @@ def _rope(config: Config) -> Config:
 
 
 def _settings(config: Config) -> dict[str, Any]:
-    count = moe.chosen(config, "num_local_experts")
+    count = moe.chosen(config)
     if count == 1:
         raise UserError("config.json: num_experts_per_tok = 1 gives gpt-oss's router no gradient: not supported.")
     return {

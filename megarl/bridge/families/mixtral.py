@@ -15,7 +15,7 @@ def _layers(config: Config, sizes: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _routing(config: Config) -> dict[str, Any]:
-    count = moe.chosen(config, "num_local_experts")
+    count = moe.chosen(config)
     if count == 1:
         raise UserError("config.json: num_experts_per_tok = 1 gives Mixtral's router no gradient: not supported.")
     return {"moe_router_topk": count, "moe_router_pre_softmax": False}

@@ -21,7 +21,7 @@ def _layers(config: Config, sizes: Mapping[str, int]) -> dict[str, Any]:
 
 def _routing(config: Config) -> dict[str, Any]:
     """Softmax over all experts, the largest k of it: as they are, or divided by their sum, which is a softmax over the k."""
-    count = moe.chosen(config, "num_experts" if "num_experts" in config else "num_local_experts")
+    count = moe.chosen(config)
     normalised = bool(config.get("norm_topk_prob", False))
     if normalised and count == 1:
         raise UserError(
