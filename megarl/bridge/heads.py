@@ -59,15 +59,22 @@ class Head:
         return replace(family, rules=(*rules, *added)), replace(dims, labels=self.labels)
 
     def exported(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Fields of config.json that make of a body's configuration one of the model with this head, as transformers reads it. What
-        the configuration already says of so many labels stays."""
+        """Fields of config.json that make of a body's configuration one of the model with this head, as transformers reads it. Names
+        that the configuration has for so many labels stay."""
         base = find_family(body(config)).architecture.removesuffix(_BODY)
-        named = {"architectures": [base + (_WITH_BIAS if self.bias else _WITHOUT_BIAS)]}
-        if _labels(config) == self.labels:
-            return named
-        labels = {str(number): f"LABEL_{number}" for number in range(self.labels)}
-        counted = {"num_labels": self.labels} if "num_labels" in config else {}
-        return {**named, **counted, "id2label": labels, "label2id": {label: int(n) for n, label in labels.items()}}
+        changes: dict[str, Any] = {"architectures": [base + (_WITH_BIAS if self.bias else _WITHOUT_BIAS)]}
+        if config.get("num_labels") is not None:
+            changes["num_labels"] = self.labels
+        names: Any = config.get("id2label")
+        if names is None and _told(config) == self.labels:
+            return changes
+        if not _name_all(names, self.labels):
+            names = {str(number): f"LABEL_{number}" for number in range(self.labels)}
+            changes["id2label"] = names
+        numbers = config.get("label2id")
+        if "id2label" in changes or not (numbers is None or _number_all(numbers, self.labels)):
+            changes["label2id"] = {label: int(number) for number, label in names.items()}
+        return changes
 
 
 def found_head(shape: Shape, bias: bool, where: object) -> Head:
@@ -77,14 +84,29 @@ def found_head(shape: Shape, bias: bool, where: object) -> Head:
     return Head(labels=shape[0], bias=bias)
 
 
-def _labels(config: Mapping[str, Any]) -> int | None:
-    """How many labels a config.json tells of, by which transformers makes a classifier; None: it is none's."""
-    names, count = config.get("id2label"), config.get("num_labels")
-    if isinstance(names, Mapping):
-        return len(names)
+def _told(config: Mapping[str, Any]) -> int | None:
+    """Of how many labels transformers makes a classifier whose config.json does not name them; None: it is none's."""
+    count = config.get("num_labels")
     if isinstance(count, int):
         return count
-    return 2 if _architecture(config).endswith((_WITHOUT_BIAS, _WITH_BIAS)) else None  # what transformers takes
+    return 2 if _architecture(config).endswith((_WITHOUT_BIAS, _WITH_BIAS)) else None
+
+
+def _name_all(names: Any, labels: int) -> bool:
+    """Whether each of so many labels has a name, and nothing else has."""
+    numbers = [str(number) for number in range(labels)]
+    return (
+        isinstance(names, Mapping)
+        and sorted(names) == sorted(numbers)
+        and all(isinstance(name, str) for name in names.values())
+    )
+
+
+def _number_all(numbers: Any, labels: int) -> bool:
+    """Whether names have numbers of such labels."""
+    return isinstance(numbers, Mapping) and all(
+        type(number) is int and 0 <= number < labels for number in numbers.values()
+    )
 
 
 def megatron_name(name: str) -> str:

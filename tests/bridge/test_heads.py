@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from megarl.bridge.layout import Cut
 from megarl.bridge.model_map import ModelMap
 from megarl.errors import UserError
 from megarl.models.heads import make_tiny_reward, make_tiny_trl
-from megarl.models.tiny import make_tiny
+from megarl.models.tiny import make_tiny, tiny_config
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 
@@ -106,6 +107,36 @@ def test_what_holds_no_head_is_no_reward_model(folders: Path) -> None:
     folder = make_tiny("llama", folders / "no-head")
     with pytest.raises(UserError, match=r"holds no score head \(score.weight\)"):
         reward_head(folder)
+
+
+THREE = {"0": "a", "1": "b", "2": "c"}
+
+
+@pytest.mark.parametrize(
+    ("labels", "says", "changes"),
+    [
+        (3, {"id2label": THREE}, {}),
+        (3, {"id2label": THREE, "num_labels": 2}, {"num_labels": 3}),  # the names fit
+        (3, {"id2label": THREE, "label2id": {"x": 7}}, {"label2id": {"a": 0, "b": 1, "c": 2}}),
+        (1, {"num_labels": True}, {"num_labels": 1}),
+        (3, {"id2label": {"x": "a", "y": "b", "z": "c"}}, None),
+        (3, {"id2label": {"0": "a", "00": "b", "1": "c"}}, None),
+        (3, {"id2label": {"0": "a", "1": None, "2": "c"}}, None),
+        (3, {"id2label": ["a", "b", "c"]}, None),
+        (3, {"num_labels": "3"}, None),
+    ],
+)
+def test_what_is_said_of_labels_fits_the_head(
+    labels: int, says: dict[str, Any], changes: dict[str, Any] | None
+) -> None:
+    config = {**tiny_config("qwen3"), "architectures": ["Qwen3ForSequenceClassification"], **says}
+    found = Head(labels=labels).exported(config)
+    assert found.pop("architectures") == ["Qwen3ForSequenceClassification"]
+    if changes is None:  # none of it can stay
+        changes = {key: labels for key in says if key == "num_labels"}
+        changes |= {"id2label": {str(n): f"LABEL_{n}" for n in range(labels)}}
+        changes |= {"label2id": {f"LABEL_{n}": n for n in range(labels)}}
+    assert found == changes and all(type(found[key]) is type(changes[key]) for key in found)
 
 
 @pytest.mark.parametrize("name", ["score.weight", "v_head.summary.weight"])
