@@ -428,7 +428,7 @@ def _locate(file: BinaryIO, dtype: torch.dtype, chunk: Chunk) -> int:
     count = torch.Size(chunk.sizes).numel()
     if said.dtype != dtype or said.size != chunk.sizes:
         raise _Odd(f"the tensor there is {said.dtype} {said.size}, not {dtype} {chunk.sizes}")
-    if said.stride != _strides(chunk.sizes) and count > 1:
+    if count > 1 and not _in_order(chunk.sizes, said.stride):
         raise _Odd(f"the tensor there has strides {said.stride}")
     if record.compress_type != zipfile.ZIP_STORED or record.file_size < (said.offset + count) * dtype.itemsize:
         raise _Odd(f"the tensor there has {record.file_size} bytes")
@@ -532,12 +532,16 @@ def _cut(chunk: Chunk, inside: tuple[slice, ...]) -> int:
     return max((axis for axis, s in enumerate(inside) if s.stop - s.start < chunk.sizes[axis]), default=0)
 
 
-def _strides(sizes: Shape) -> Shape:
-    strides, step = [], 1
-    for size in reversed(sizes):
-        strides.append(step)
+def _in_order(sizes: Shape, strides: Shape) -> bool:
+    """Whether elements lie one after another. Nothing is stepped over along an axis of length 1, whose stride may be any."""
+    step = 1
+    if len(strides) != len(sizes):
+        return False
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        if size > 1 and stride != step:
+            return False
         step *= size
-    return tuple(reversed(strides))
+    return True
 
 
 def _indices(region: tuple[slice, ...]) -> Iterator[Shape]:
