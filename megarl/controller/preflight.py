@@ -298,7 +298,8 @@ def _recording(cfg: Config, model: ModelMap) -> Iterator[str]:
 
 
 # Model types that the rollout engine samples and takes weights of, as tests have seen it do.
-SAMPLED = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+SAMPLED = ("gemma3_text", "glm4_moe", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+_NAMED = "Llama, Qwen2, Qwen3, Qwen3-MoE, Mistral, Mixtral, Gemma 3 (text) or GLM-4.5"
 
 
 def sampled(cfg: Config, model: ModelMap) -> Iterator[str]:
@@ -307,13 +308,12 @@ def sampled(cfg: Config, model: ModelMap) -> Iterator[str]:
     if model.is_latent:
         yield (
             f"{said} has latent attention, which the rollout engine cannot be given weights of yet; name a model of the families "
-            "Llama, Qwen2, Qwen3, Qwen3-MoE, Mistral or Mixtral"
+            f"{_NAMED}"
         )
     elif model.family not in SAMPLED:
-        yield (
-            f"{said} cannot be sampled by the rollout engine yet; name a model of the families Llama, Qwen2, Qwen3, Qwen3-MoE, "
-            "Mistral or Mixtral"
-        )
+        yield f"{said} cannot be sampled by the rollout engine yet; name a model of the families {_NAMED}"
+    if model.family == "glm4_moe" and (cfg.rollout.dtype or cfg.model.dtype) != "float32":
+        yield f"{said} has routers that SGLang holds in float32, whatever the rest is in; set rollout.dtype=float32"
     dims = model.dims
     if model.family == "mixtral" and dims.head_dim * dims.heads != dims.hidden:
         yield (

@@ -68,6 +68,7 @@ def arguments(settings: EngineSettings) -> dict[str, Any]:
         "random_seed": settings.seed,
         "skip_tokenizer_init": True,
         "custom_weight_loader": [FORMAT],
+        "disable_shared_experts_fusion": True,  # else they are under other names than the checkpoint's
         "sleep_on_idle": True,  # else an idle engine keeps a core busy with polling
         "weight_version": "0",
         "log_level": "error",

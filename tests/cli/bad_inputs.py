@@ -308,6 +308,11 @@ CASES = {
         "model.path=tiny-glm4",
         said="model.path=tiny-glm4: a model of type glm4 cannot be sampled by the rollout engine yet; name a model of the",
     ),
+    "routers that SGLang holds in float32": bad(
+        "model.path=tiny-glm4-moe",
+        "rollout.dtype=bfloat16",
+        said="model.path=tiny-glm4-moe: a model of type glm4_moe has routers that SGLang holds in float32, whatever the rest",
+    ),
     "a window that SGLang does not have": bad(
         "model.path=tiny-mistral",
         said="model.path=tiny-mistral: a model of type mistral attends to the last 7 tokens only (sliding_window), which",

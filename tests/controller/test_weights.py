@@ -33,7 +33,7 @@ LAYOUTS = {
     "TP2+PP2": {"ranks": 4, "tensor": 2, "pipeline": 2},
     "EP2": {"ranks": 2, "expert": 2},
 }
-FAMILIES = ("qwen2", "qwen2-untied", "qwen3", "llama", "qwen3-moe")
+FAMILIES = ("qwen2", "qwen2-untied", "qwen3", "llama", "qwen3-moe", "gemma3", "glm4-moe")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -54,7 +54,7 @@ def engines_of(folder: Path, ranks: int) -> Iterator[EngineGroup]:
 
 def layouts_of(family: str) -> dict[str, dict[str, int | bool]]:
     """Experts need sequence parallelism wherever tensors are cut; models without have nothing to cut over EP."""
-    if family != "qwen3-moe":
+    if not family.endswith("-moe"):
         return {name: layout for name, layout in LAYOUTS.items() if name != "EP2"}
     return {name: layout | {"sequence": layout.get("tensor", 1) > 1} for name, layout in LAYOUTS.items()}
 

@@ -9,8 +9,13 @@ from megarl.rollout.sampling import Sampling
 from tests.rollout.test_engine import PROMPTS, shared, tensors_of, update, worst
 
 __all__ = ["shared"]  # a fixture
-# Without a window, and with one that no sequence is longer than: SGLang's Mistral has none.
-CASES = {"mistral": {"sliding_window": None}, "mistral, wide window": {"sliding_window": 256}}
+# Mistral without a window, and with one that no sequence is longer than: SGLang's has none.
+CASES = {
+    "mistral": {"sliding_window": None},
+    "mistral, wide window": {"sliding_window": 256},
+    "gemma3": {},  # windows shorter than the sequences
+    "glm4-moe": {},
+}
 
 
 @pytest.mark.slow
