@@ -150,7 +150,7 @@ def _beside(plan: Plan) -> str:
     name = "GiB" if unit == GIB else "MiB"
     sizes = f"weights {engine.weights / unit:.2f} {name}, KV cache {engine.cache / unit:.2f} {name}"
     wanted = f"{engine.tokens} tokens, of {engine.wanted} that it has to sample in a step at their longest"
-    lines = [f"a rank of an engine: {sizes} for {wanted}"]
+    lines = [f"a rank of an engine: {sizes} for {wanted}"] if plan.config.rollout.started else []
     if hardware.gpu:
         room = f"of {hardware.host_memory_gib:.0f} GiB"
         lines.append(f"memory of a node beside its GPUs: {_most(plan)} {room}")
