@@ -75,6 +75,9 @@ class Unfinished:
                 shutil.rmtree(path, ignore_errors=True)
         for path in (self.files, self._done):
             path.mkdir(exist_ok=True)
+        for path in self.files.iterdir():  # a tokenizer that the source has no longer, or half a file
+            if self.record(path.name) is None:
+                _remove(path)
         self._plan.write_text(json.dumps(plan), encoding="utf-8")
 
     def publish(self, *, durable: bool) -> None:
@@ -200,6 +203,14 @@ def _boot() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
         return ""
+
+
+def _remove(path: Path) -> None:
+    """A file or link, or a folder with all that is in it."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _synced(path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.bridge.hf_io import INDEX, HFWriter
+from megarl.bridge.hf_io import INDEX, HFWriter, companions, copy_texts
 from megarl.bridge.model_map import ModelMap
 from megarl.convert import unfinished
 from megarl.convert.hf_to_megatron import hf_to_megatron
@@ -182,6 +182,22 @@ def test_what_a_power_cut_may_have_taken_is_written_anew(
     assert kept == (["__2_0.distcp"] if options.durable else ["__1_0.distcp", "__2_0.distcp"])
     hf_to_megatron(hf, target, options, show=False)
     assert verify(hf, target, show=False).differences == []
+
+
+def test_of_what_lies_beside_the_weights_nothing_is_kept(hf: Path, tmp_path: Path) -> None:
+    """Killed when it had copied all, and meanwhile the source has lost some of it."""
+    source, target, options = shutil.copytree(hf, tmp_path / "hf"), tmp_path / "target", Options(shard_bytes=300_000)
+    templates = source / "additional_chat_templates"
+    templates.mkdir()
+    for path in (source / "chat_template.jinja", templates / "old.jinja", templates / "new.jinja"):
+        path.write_text(path.stem)
+    stopped(source, target, options)
+    copy_texts(source, tmp_path / ".target.unfinished/files")
+    (source / "chat_template.jinja").unlink()
+    (templates / "old.jinja").unlink()
+    hf_to_megatron(source, target, options, show=False)
+    assert companions(target) == companions(source)
+    assert "additional_chat_templates/new.jinja" in companions(target)
 
 
 def test_two_at_once_do_not_write_over_each_other(hf: Path, tmp_path: Path) -> None:
