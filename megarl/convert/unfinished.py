@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,13 @@ from megarl.convert.processes import Processes
 from megarl.convert.progress import tell
 from megarl.errors import RunError, UserError
 
+_NAMES = ("lock", "files", "done", "plan.json")
+
 
 class Unfinished:
     """`.NAME.unfinished` beside the target NAME, or, where that is a link, beside what it names:
 
+    lock        comes first and goes last: a folder without it is not ours
     files/      what becomes the target
     done/       a record for each file that is finished
     plan.json   what is made from what: records of another plan are worth nothing
@@ -28,7 +31,18 @@ class Unfinished:
     def __init__(self, target: Path):
         self.target = Path(os.path.realpath(target))
         self.root = self.target.parent / f".{self.target.name}.unfinished"
-        self.files, self._done, self._plan = (self.root / name for name in ("files", "done", "plan.json"))
+        self.lock, self.files, self._done, self._plan = (self.root / name for name in _NAMES)
+
+    def foreign(self) -> str | None:
+        """Why what is there under the name of `root` is somebody else's; None: it is ours, or empty, or nothing is there."""
+        if self.root.is_symlink():
+            return "which is a link"
+        if self.root.exists() and not self.root.is_dir():
+            return "which is no folder"
+        held = {path.name: path for path in self.root.iterdir()} if self.root.exists() else {}
+        odd = sorted(name for name, path in held.items() if name not in _NAMES or path.is_symlink())
+        odd += [] if not held or self.lock.is_file() else sorted(held)
+        return f"which holds {odd[0]}" if odd else None
 
     def record(self, name: str) -> dict[str, Any] | None:
         """Of a finished file; None: it is not finished, or the machine was started anew before it was on the disk."""
@@ -100,7 +114,13 @@ class Unfinished:
                 pass
 
     def discard(self) -> None:
-        shutil.rmtree(self.root, ignore_errors=True)
+        """Clears away what is ours."""
+        for path in (self.files, self._done):
+            shutil.rmtree(path, ignore_errors=True)
+        with suppress(OSError):
+            self._plan.unlink(missing_ok=True)
+            self.lock.unlink(missing_ok=True)
+            self.root.rmdir()
 
 
 @contextmanager
@@ -135,6 +155,10 @@ def unfinished(target: Path, plan: Mapping[str, Any], among: Processes) -> Itera
 def _begun(growing: Unfinished, plan: Mapping[str, Any]) -> int:
     """The lock, shared, of a folder that was made or taken up while nobody else had it."""
     _demand_free(growing)
+    if said := growing.foreign():
+        raise UserError(
+            f"{growing.target} cannot be made: it would grow in {growing.root}, {said} and is not a conversion's; move that away."
+        )
     growing.root.mkdir(parents=True, exist_ok=True)
     lock = _locked(growing, fcntl.LOCK_EX)
     try:
@@ -149,7 +173,7 @@ def _begun(growing: Unfinished, plan: Mapping[str, Any]) -> int:
 
 def _joined(growing: Unfinished) -> int:
     """The lock, shared with the process that made the folder."""
-    if not (growing.root / "lock").exists():
+    if not growing.lock.exists():
         raise UserError(f"{growing.target} cannot be made: it must lie where all processes see the same files.")
     return _locked(growing, fcntl.LOCK_SH)
 
@@ -160,7 +184,7 @@ def _demand_free(growing: Unfinished) -> None:
     if target.is_symlink():  # that leads back to itself: any other has been followed
         raise UserError(f"{target} cannot be made: it is a symbolic link to itself.")
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        if growing.root.exists() and not growing.files.exists():
+        if growing.foreign() is None and growing.lock.exists() and not growing.files.exists():
             growing.discard()  # killed between getting its name and clearing up
         raise UserError(f"{target} exists already and is not overwritten.")
     if target.is_mount():
@@ -171,7 +195,7 @@ def _demand_free(growing: Unfinished) -> None:
 
 def _locked(growing: Unfinished, kind: int) -> int:
     """The lock's file, opened and locked."""
-    path = growing.root / "lock"
+    path = growing.lock
     lock = os.open(path, os.O_CREAT | os.O_RDWR)
     try:
         _lock(lock, kind, growing)

@@ -457,6 +457,44 @@ def test_a_disk_that_takes_no_more_is_one_sentence_and_what_is_done_is_kept(
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
 
 
+def everything(folder: Path) -> dict[str, bytes | None]:
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+THEIRS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a folder of theirs": (lambda root: (root / "files").mkdir(parents=True), "which holds files"),
+    "more than ours": (lambda root: [root.mkdir(), (root / "lock").touch(), (root / "a").touch()], "which holds a"),
+    "a link in it": (
+        lambda root: [root.mkdir(), (root / "lock").touch(), (root / "done").symlink_to("../theirs")],
+        "which holds done",
+    ),
+    "a link": (lambda root: root.symlink_to("theirs"), "which is a link"),
+    "a file": (lambda root: root.touch(), "which is no folder"),
+}
+
+
+@pytest.mark.parametrize("exists", [False, True])
+@pytest.mark.parametrize("what", THEIRS)
+def test_nothing_is_made_in_a_folder_that_is_no_conversions(
+    what: str, exists: bool, hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make, said = THEIRS[what]
+    target, root = tmp_path / "target", tmp_path / ".target.unfinished"
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "precious").write_text("kept")
+    make(root)
+    if exists:
+        target.mkdir()
+        (target / "file").touch()
+    before = everything(tmp_path)
+    assert cli.main(["convert", "hf-to-megatron", str(hf), str(target)]) == 2
+    words = f"{target} cannot be made: it would grow in {root}, {said} and is not a conversion's; move that away."
+    assert capsys.readouterr().err.endswith(
+        f"{target} exists already and is not overwritten.\n" if exists else f"{words}\n"
+    )
+    assert everything(tmp_path) == before
+
+
 @pytest.mark.parametrize("direction", ["hf-to-megatron", "megatron-to-hf"])
 def test_a_source_that_changes_meanwhile_is_told(
     direction: str,
