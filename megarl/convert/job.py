@@ -78,13 +78,18 @@ def carry_out(job: Job[Item, File], target: Path, among: Processes, *, show: boo
                     _write_all(job, growing, mine, progress)
             except (UserError, RunError, OSError) as error:
                 problem = error
-            among.agree(problem)
+            among.agree(_said(problem, target))
             if among.first:
                 problem = _ended(job, growing, plan["source"])
-            among.agree(problem)
+            among.agree(_said(problem, target))
     except OSError as error:
         raise not_written(target, error) from error
     return target
+
+
+def _said(problem: BaseException | None, target: Path) -> BaseException | None:
+    """A whole sentence of what the disk did not take: the other processes say it, too."""
+    return not_written(target, problem) if isinstance(problem, OSError) else problem
 
 
 def _ended(job: Job[Item, File], growing: Unfinished, source: object) -> BaseException | None:

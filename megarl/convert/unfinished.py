@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -16,6 +17,7 @@ from megarl.convert.processes import Processes
 from megarl.convert.progress import tell
 from megarl.errors import RunError, UserError
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # of a disk that may take it at another time
 _NAMES = ("lock", "files", "done", "plan.json")
 
 
@@ -32,6 +34,7 @@ class Unfinished:
         self.target = Path(os.path.realpath(target))
         self.root = self.target.parent / f".{self.target.name}.unfinished"
         self.lock, self.files, self._done, self._plan = (self.root / name for name in _NAMES)
+        self._made: list[Path] = []
 
     def foreign(self) -> str | None:
         """Why what is there under the name of `root` is somebody else's; None: it is ours, or empty, or nothing is there."""
@@ -84,15 +87,20 @@ class Unfinished:
             kept = json.loads(self._plan.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             kept = None
-        if kept != plan:
+        try:
+            if kept != plan:
+                for path in (self.files, self._done):
+                    shutil.rmtree(path, ignore_errors=True)
+                self._plan.write_text(json.dumps(plan), encoding="utf-8")
             for path in (self.files, self._done):
-                shutil.rmtree(path, ignore_errors=True)
-        for path in (self.files, self._done):
-            path.mkdir(exist_ok=True)
-        for path in self.files.iterdir():  # a tokenizer that the source has no longer, or half a file
-            if self.record(path.name) is None:
-                _remove(path)
-        self._plan.write_text(json.dumps(plan), encoding="utf-8")
+                path.mkdir(exist_ok=True)
+            for path in self.files.iterdir():  # a tokenizer that the source has no longer, or half a file
+                if self.record(path.name) is None:
+                    _remove(path)
+        except OSError:
+            if kept != plan:  # there is nothing to go on from
+                self.discard()
+            raise
 
     def publish(self, *, durable: bool) -> None:
         """The folder is whole: it gets its name. `durable`: it is on the disk before, and its name when this returns."""
@@ -120,7 +128,18 @@ class Unfinished:
         with suppress(OSError):
             self._plan.unlink(missing_ok=True)
             self.lock.unlink(missing_ok=True)
-            self.root.rmdir()
+        self.unmake()
+
+    def make(self) -> None:
+        """The folder, and those that it is to lie in."""
+        self._made = [folder for folder in self.root.parents if not folder.exists()]
+        self.root.mkdir(parents=True, exist_ok=True)
+
+    def unmake(self) -> None:
+        """Takes it back, where they are empty."""
+        for folder in (self.root, *self._made):
+            with suppress(OSError):
+                folder.rmdir()
 
 
 @contextmanager
@@ -159,8 +178,12 @@ def _begun(growing: Unfinished, plan: Mapping[str, Any]) -> int:
         raise UserError(
             f"{growing.target} cannot be made: it would grow in {growing.root}, {said} and is not a conversion's; move that away."
         )
-    growing.root.mkdir(parents=True, exist_ok=True)
-    lock = _locked(growing, fcntl.LOCK_EX)
+    try:
+        growing.make()
+        lock = _locked(growing, fcntl.LOCK_EX)
+    except OSError:
+        growing.unmake()
+        raise
     try:
         _demand_free(growing)  # nobody has finished it since
         growing.begin(plan)
@@ -252,5 +275,6 @@ def not_written(target: Path, error: OSError) -> RunError:
     return RunError(f"{target} could not be written: {error.strerror or error}.{again}")
 
 
-def _cannot(target: Path, error: OSError) -> UserError:
-    return UserError(f"{target} cannot be made: {error.strerror or error}.")
+def _cannot(target: Path, error: OSError) -> UserError | RunError:
+    kind = RunError if error.errno in _FULL else UserError
+    return kind(f"{target} cannot be made: {error.strerror or error}.")

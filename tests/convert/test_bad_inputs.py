@@ -8,7 +8,8 @@ import pickle
 import resource
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,12 @@ from megarl import cli
 from megarl.bridge.hf_io import INDEX
 from megarl.bridge.torch_dist import DistReader
 from megarl.bridge.torch_dist_write import ChunkFile, write_common, write_metadata
+from megarl.convert.hf_to_megatron import hf_to_megatron
 from megarl.convert.megatron_to_hf import megatron_to_hf
+from megarl.convert.processes import Processes
 from megarl.convert.unfinished import Unfinished
 from megarl.convert.work import Options
-from megarl.errors import UserError
+from megarl.errors import RunError, UserError
 from megarl.models.tiny import make_tiny
 
 FIRST = "__0_0.distcp"
@@ -44,8 +47,6 @@ def only_pickles(folder: Path) -> None:
 def sharded(folder: Path, change: Callable[[Path], Any]) -> None:
     """In four files with an index, of which something is changed."""
     whole = shutil.move(folder, folder.with_name("whole"))
-    from megarl.convert.hf_to_megatron import hf_to_megatron
-
     checkpoint = hf_to_megatron(whole, folder.with_name("step"), show=False)
     megatron_to_hf(checkpoint, folder, Options(shard_bytes=300_000), show=False)
     change(folder)
@@ -435,18 +436,62 @@ def test_the_two_kinds_are_not_taken_for_each_other(
         refused(["hf-to-megatron", hf, tmp_path / "t", "--shard-gb", size], "must be above 0", tmp_path, capsys)
 
 
-def test_a_disk_that_takes_no_more_is_one_sentence_and_what_is_done_is_kept(
-    hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@contextmanager
+def disk_of(size: int) -> Iterator[None]:
+    """Of files of so many bytes at most."""
     kept = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (250_000, limit[1]))
-    arguments = ["convert", "hf-to-megatron", str(hf), str(tmp_path / "target"), "--quiet", "--shard-gb"]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limit[1]))
     try:
-        assert cli.main([*arguments, "0.0005"]) == 1
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, kept)
+
+
+def test_a_disk_that_takes_nothing_is_one_sentence_and_nothing_stays(
+    hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "new" / "newer" / "target"
+    with disk_of(500):
+        assert cli.main(["convert", "hf-to-megatron", str(hf), str(target), "--quiet"]) == 1
+    assert capsys.readouterr().err == f"megarl: {target} cannot be made: File too large.\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_other_processes_say_what_the_disk_did_not_take(
+    hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[BaseException | None] = []
+
+    def agree(self: Processes, error: BaseException | None = None) -> None:
+        told.append(error)
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(Processes, "agree", agree)
+    with disk_of(50_000), pytest.raises(RunError):
+        hf_to_megatron(hf, tmp_path / "target", show=False)
+    assert str(told[-1]).startswith(f"{tmp_path / 'target'} could not be written: File too large.")
+
+
+@pytest.mark.parametrize("name", ["target", "x" * 300])
+def test_folders_that_were_made_for_a_target_do_not_stay(
+    name: str, hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = shutil.copytree(hf, tmp_path / "hf")
+    weights(source, model__norm__weight=torch.full((80,), float("nan")))
+    assert cli.main(["convert", "hf-to-megatron", str(source), str(tmp_path / "new" / "newer" / name), "--quiet"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_disk_that_takes_no_more_is_one_sentence_and_what_is_done_is_kept(
+    hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["convert", "hf-to-megatron", str(hf), str(tmp_path / "target"), "--quiet", "--shard-gb"]
+    with disk_of(250_000):
+        assert cli.main([*arguments, "0.0005"]) == 1
     said = capsys.readouterr().err
     assert said == (
         f"megarl: {tmp_path / 'target'} could not be written: File too large. "
