@@ -82,7 +82,7 @@ def guarded(what: str, command: Callable[[], int]) -> int:
         count = len(error.problems)
         _complain(f"{what}: {count} problem{'s' if count != 1 else ''}")
         for problem in error.problems:
-            print(f"  - {problem}", file=sys.stderr)
+            _say(f"  - {problem}")
         return 2
     except UserError as error:
         _complain(str(error))
@@ -114,7 +114,19 @@ def _is_gone(stream: IO[str] | None) -> bool:
 
 
 def _complain(text: str) -> None:
-    print(f"megarl: {text}", file=sys.stderr)
+    _say(f"megarl: {text}")
+
+
+def _say(line: str) -> None:
+    """On stderr. Where that takes nothing, or the shell has closed it, the exit code alone has to tell."""
+    if sys.stderr is None:  # for which `print` would take stdout
+        return
+    try:
+        print(line, file=sys.stderr)
+    except BrokenPipeError:
+        raise
+    except OSError:
+        pass
 
 
 def _parser() -> argparse.ArgumentParser:

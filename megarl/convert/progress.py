@@ -15,17 +15,19 @@ MOVES, STAYS = 0.2, 10.0  # seconds between lines, in a terminal and elsewhere
 
 def tell(text: str) -> None:
     """A line on stderr, be it read or not."""
-    with suppress(BrokenPipeError):
-        print(text, file=sys.stderr)
+    if sys.stderr is not None:  # it is where the shell has closed it
+        with suppress(OSError):
+            print(text, file=sys.stderr)
 
 
 class ByteProgress:
     """`done` of `total` bytes, their rate and the time that the rest will take, on stderr; nothing where `show` is False."""
 
     def __init__(self, what: str, total: int, *, show: bool = True, out: TextIO | None = None):
-        self._what, self._total, self._show = what, max(1, total), show
-        self._out = out or sys.stderr
-        self._moves = self._out.isatty()
+        self._what, self._total = what, max(1, total)
+        self._out: TextIO | None = out or sys.stderr  # None: the shell has closed it
+        self._show = show and self._out is not None
+        self._moves = self._out is not None and self._out.isatty()
         self._begin = self._last = time.monotonic()
         self._width = 0
         self.done = 0
@@ -51,13 +53,13 @@ class ByteProgress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._moves and self._width:
-            self._print("")
-            self._out.write("\r")
+            self._print("", "\r")
 
-    def _print(self, text: str) -> None:
-        with suppress(BrokenPipeError):  # nobody reads it: no reason to stop
+    def _print(self, text: str, end: str = "") -> None:
+        assert self._out is not None
+        with suppress(OSError):  # nobody reads it, or no disk takes it: no reason to stop
             if self._moves:
-                self._out.write("\r" + text.ljust(self._width))
+                self._out.write("\r" + text.ljust(self._width) + end)
                 self._width = max(self._width, len(text))
             else:
                 self._out.write(text + "\n")

@@ -118,6 +118,18 @@ def test_output_that_the_disk_does_not_take_is_one_sentence(
         assert capsys.readouterr().err == "megarl: the output could not be written: No space left on device.\n"
 
 
+@pytest.mark.parametrize("args", [["models", "get", "nothing"], ["train", "nothing.yaml"]])
+@pytest.mark.parametrize("closed", [True, False])
+def test_bad_input_is_exit_code_2_wherever_its_sentence_goes(
+    args: list[str], closed: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with open("/dev/full", "w", buffering=1) as full:
+        monkeypatch.setattr(sys, "stderr", None if closed else full)
+        assert cli.main(args) == 2
+        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
+    assert capfd.readouterr() == ("", "")
+
+
 def test_another_broken_pipe_is_not_taken_for_it(capsys: pytest.CaptureFixture[str]) -> None:
     def fail() -> int:
         raise BrokenPipeError(32, "Broken pipe")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
 from megarl import cli
+from megarl.convert import progress
 from megarl.convert.hf_to_megatron import hf_to_megatron
 from megarl.convert.megatron_to_hf import megatron_to_hf
 from megarl.convert.verify import verify
@@ -86,3 +88,17 @@ def test_an_output_layer_that_a_head_replaces_is_noted(tmp_path: Path, capsys: p
     assert f"note: {note}\n" in capsys.readouterr().err
     back = megatron_to_hf(tmp_path / "megatron", tmp_path / "back", show=False)
     assert note in verify(source, back, show=False).notes
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_what_stderr_does_not_take_is_no_reason_to_stop(
+    closed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Notes and progress."""
+    source = make_tiny_trl("qwen2-untied", tmp_path / "hf", prefix="pretrained_model.")
+    monkeypatch.setattr(progress, "STAYS", 0.0)
+    with open("/dev/full", "w", buffering=1) as full:
+        monkeypatch.setattr(sys, "stderr", None if closed else full)
+        assert cli.main(["convert", "hf-to-megatron", str(source), str(tmp_path / "megatron")]) == 0
+        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
+    assert capfd.readouterr() == (f"{tmp_path / 'megatron'}\n", "")
