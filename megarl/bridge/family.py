@@ -8,11 +8,12 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from megarl.bridge import fields
 from megarl.bridge.layout import Join, Shape, Split, interleaved_by_group, stacked
 from megarl.errors import UserError
 
 Stage = Literal["first", "layer", "last", "mtp"]  # the last: layers for multi-token prediction (mtp.py)
-Config = Mapping[str, Any]  # a config.json
+Config = fields.Config
 # Fields that say how many layers for multi-token prediction there are; transformers has both names.
 MTP = ("num_nextn_predict_layers", "num_mtp_layers")
 
@@ -191,10 +192,12 @@ def find_family(config: Mapping[str, Any]) -> Family:
     known = families()
     named = config.get("architectures") or []
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
-        raise UserError(f"config.json: architectures = {named!r} must be a list of names.")
+        raise UserError(f"config.json: architectures = {fields.short(named)} must be a list of names.")
     found = [known[architecture] for architecture in dict.fromkeys(named) if architecture in known]
     if len(found) > 1:
-        raise UserError(f"config.json: architectures = {named!r} names models of more than one family.")
+        raise UserError(
+            f"config.json: architectures = {fields.short(named, 200)} names models of more than one family."
+        )
     if found:
         _demand_type(config, found[0], [family.model_type for family in known.values()])
         return found[0]
@@ -202,7 +205,7 @@ def find_family(config: Mapping[str, Any]) -> Family:
         for family in known.values():
             if family.model_type == config.get("model_type"):
                 return family
-    what = ", ".join(named) or f"of type {config.get('model_type')!r}"
+    what = fields.cut(", ".join(named)) or f"of type {fields.short(config.get('model_type'))}"
     raise UserError(f"The model is a {what}; megarl knows {', '.join(sorted(known))}.")
 
 
@@ -211,6 +214,6 @@ def _demand_type(config: Config, family: Family, types: Collection[str]) -> None
     kind = config.get("model_type")
     if kind not in (None, family.model_type) and ("auto_map" not in config or kind in types):
         raise UserError(
-            f"config.json: model_type = {kind!r} and architectures = [{family.architecture!r}] disagree: the type of that "
+            f"config.json: model_type = {fields.short(kind)} and architectures = [{family.architecture!r}] disagree: the type of that "
             f"architecture is {family.model_type!r}."
         )

@@ -7,8 +7,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.bridge.family import Config
 from megarl.errors import UserError
+
+Config = Mapping[str, Any]  # a config.json
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,10 @@ NAME = Kind("a name, or null", lambda value: isinstance(value, str), True)
 OBJECT = Kind("an object, or null", lambda value: isinstance(value, Mapping), True)
 
 KINDS: Mapping[str, Kind] = {
-    **dict.fromkeys(("rms_norm_eps", "query_pre_attn_scalar", "rope_local_base_freq"), POSITIVE),
-    **dict.fromkeys(("rope_theta", "partial_rotary_factor", "routed_scaling_factor", "swiglu_limit"), POSITIVE_OR_NULL),
+    **dict.fromkeys(
+        ("rms_norm_eps", "query_pre_attn_scalar", "rope_local_base_freq", "partial_rotary_factor"), POSITIVE
+    ),
+    **dict.fromkeys(("rope_theta", "routed_scaling_factor", "swiglu_limit"), POSITIVE_OR_NULL),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), POSITIVE_OR_NULL),
     **dict.fromkeys(("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"), SIZE),
     **dict.fromkeys(("vocab_size", "max_position_embeddings", "moe_intermediate_size", "num_experts_per_tok"), SIZE),
@@ -65,6 +68,7 @@ ROPE_KINDS: Mapping[str, Kind] = {
     "original_max_position_embeddings": SIZE_OR_NULL,
     "truncate": TRUTH_OR_NULL,
     **dict.fromkeys(("rope_type", "type"), NAME),
+    **dict.fromkeys(("full_attention", "sliding_attention"), OBJECT),
 }
 
 
@@ -83,13 +87,23 @@ def _faults(fields: Config, kinds: Mapping[str, Kind], prefix: str) -> Iterator[
     for key, value in fields.items():
         kind = kinds.get(key)
         if kind is not None and not (kind.fits(value) or (value is None and kind.nullable)):
-            yield f"{prefix}{key} = {short(value)} must be {kind.what}"
+            yield f"{cut(prefix + key)} = {short(value)} must be {kind.what}"
 
 
-def short(value: object) -> str:
+def short(value: object, most: int = 40) -> str:
     """A value as a sentence may hold it."""
-    said = repr(value)
-    return said if len(said) <= 40 else said[:37] + "..."
+    return cut(repr(value), most)
+
+
+def cut(text: str, most: int = 60) -> str:
+    """A name as a sentence may hold it."""
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def some(problems: Sequence[str], most: int = 8) -> str:
+    """A sentence's parts, of many the first."""
+    more = [f"and {len(problems) - most} more"] if len(problems) > most else []
+    return "; ".join([*problems[:most], *more])
 
 
 def either(config: Config, names: Sequence[str], default: Any = None) -> Any:

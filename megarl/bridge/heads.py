@@ -29,6 +29,7 @@ STORED = {
 PREFIX = "pretrained_model."  # of a body that trl wrapped
 _OUTPUT = "output_layer.weight"  # Megatron's name of what a head replaces
 _BODY, _WITHOUT_BIAS, _WITH_BIAS = "ForCausalLM", "ForSequenceClassification", "ForTokenClassification"
+_ENDINGS = (_WITHOUT_BIAS, _WITH_BIAS, _BODY)
 # Of config.json: dropout before the head, which is left out here, and whether there is a bias, which the weights tell.
 _OWN_FIELDS = frozenset({"classifier_dropout", "token_classification_bias", "num_labels"})
 
@@ -117,18 +118,10 @@ def megatron_name(name: str) -> str:
 def body(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config.json of the language model that a head stands on. Nothing is tied: there is no output layer."""
     kept = {key: value for key, value in config.items() if key not in _OWN_FIELDS}
-    base = _base(config)
-    named = {"architectures": [base + _BODY]} if base else {}
+    first = _architecture(config)  # Qwen3ForSequenceClassification stands on Qwen3ForCausalLM
+    ending = next((ending for ending in _ENDINGS if first.endswith(ending)), None)
+    named = {} if ending is None else {"architectures": [first.removesuffix(ending) + _BODY]}
     return {**kept, **named, "tie_word_embeddings": False}
-
-
-def _base(config: Mapping[str, Any]) -> str:
-    """Qwen3ForSequenceClassification is Qwen3, what names no architecture is nothing."""
-    first = _architecture(config)
-    for ending in (_WITHOUT_BIAS, _WITH_BIAS, _BODY):
-        if first.endswith(ending):
-            return first.removesuffix(ending)
-    return first
 
 
 def _architecture(config: Mapping[str, Any]) -> str:

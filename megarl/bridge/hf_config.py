@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.bridge.family import Dims, Family
-from megarl.bridge.fields import either, faults, short
+from megarl.bridge.fields import cut, either, faults, short, some
 from megarl.errors import UserError
 
 SIZES = {
@@ -131,10 +131,10 @@ def check_fields(family: Family, config: Mapping[str, Any]) -> None:
                 "`megatron-to-hf` make one"
             )
         elif key not in READ | NEUTRAL | family.ignores | family.understands:
-            problems.append(f"the field {key} = {short(value)} is not understood")
+            problems.append(f"the field {cut(key)} = {short(value)} is not understood")
     problems += faults(config, (READ | family.understands) - requires.keys())
     if problems:
-        raise UserError(f"config.json of a {family.architecture}: {'; '.join(problems)}.")
+        raise UserError(f"config.json of a {family.architecture}: {some(problems)}.")
 
 
 def read_dims(family: Family, config: Mapping[str, Any]) -> Dims:
@@ -189,6 +189,8 @@ def read_rope(family: Family, config: Mapping[str, Any]) -> Rope:
     percent = _percent(family, config, fields.pop("partial_rotary_factor", None))
     if kind == "default" and not fields:
         return Rope(base, percent)
+    if kind in ("linear", "llama3") and fields.get("factor", 1) is None:
+        raise UserError(f"config.json: rope scaling of kind {kind!r} lacks factor.")
     if kind == "linear" and set(fields) == {"factor"}:
         return Rope(base, percent, interpolation=float(fields["factor"]))
     # Megatron has the other three numbers of Llama 3.1's scaling built in.
@@ -198,7 +200,7 @@ def read_rope(family: Family, config: Mapping[str, Any]) -> Rope:
     if kind == "yarn" and (family.latent or family.yarn):
         truncate = fields.pop("truncate", None) is not False if family.yarn else True
         return Rope(base, yarn=_yarn(fields), truncate=truncate)
-    raise UserError(f"config.json: rope scaling of kind {kind!r} with {fields} is not supported.")
+    raise UserError(f"config.json: rope scaling of kind {short(kind)} with {short(fields, 200)} is not supported.")
 
 
 def _percent(family: Family, config: Mapping[str, Any], written: Any) -> float:
@@ -222,7 +224,7 @@ def _yarn(fields: dict[str, Any]) -> dict[str, Any]:
     }
     missing = [key for key in ("factor", "original_max_position_embeddings") if fields.get(key) is None]
     if odd or missing:
-        what = f"lacks {' and '.join(missing)}" if missing else f"with {odd} is not supported"
+        what = f"lacks {' and '.join(missing)}" if missing else f"with {short(odd, 200)} is not supported"
         raise UserError(f"config.json: rope scaling of kind 'yarn' {what}.")
     mscale, all_dim = fields.get("mscale") or 0.0, fields.get("mscale_all_dim") or 0.0
     if all_dim and not mscale:

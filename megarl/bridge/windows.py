@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megarl.bridge.family import Config
+from megarl.bridge.fields import short
 from megarl.errors import UserError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -24,7 +25,7 @@ def window_settings(config: Config, default: int | None, sliding: Sequence[bool]
         return {}
     if isinstance(window, bool) or not isinstance(window, int) or window < 1:
         layers = "" if sliding is None else " of the layers that have one"
-        raise UserError(f"config.json: sliding_window = {window!r}{layers} must be a positive whole number.")
+        raise UserError(f"config.json: sliding_window = {short(window)}{layers} must be a positive whole number.")
     # Megatron counts the tokens before one and those after it.
     settings: dict[str, Any] = {"window_size": (window - 1, 0)}
     return settings if sliding is None else settings | {"window_attn_skip_freq": [int(layer) for layer in sliding]}
@@ -38,6 +39,6 @@ def sliding_layers(config: Config, every: int) -> list[bool]:
         return [(layer + 1) % every != 0 for layer in range(layers)]
     if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (FULL, SLIDING) for kind in kinds):
         raise UserError(
-            f"config.json: layer_types = {kinds!r} must say {SLIDING} or {FULL} for each of {layers} layers."
+            f"config.json: layer_types = {short(kinds)} must say {SLIDING} or {FULL} for each of {layers} layers."
         )
     return [kind == SLIDING for kind in kinds]

@@ -10,6 +10,7 @@ import pytest
 
 from megarl.bridge.family import MTP, families
 from megarl.bridge.fields import COUNT, KINDS, NAME, NOT_NEGATIVE, OBJECT, ROPE_KINDS, Kind
+from megarl.bridge.heads import Head
 from megarl.bridge.hf_config import READ
 from megarl.bridge.model_map import ModelMap
 from megarl.bridge.moe import EXPERTS
@@ -120,3 +121,46 @@ def test_two_names_of_one_thing_must_agree() -> None:
     for family, names in (("gemma3", ("sliding_window_pattern", "_sliding_window_pattern")), ("glm4-moe", MTP)):
         with pytest.raises(UserError, match=f"{names[0]} = 1 and {names[1]} = 2 are names of one thing and disagree"):
             ModelMap.from_hf({**tiny_config(family), names[0]: 1, names[1]: 2})
+
+
+@pytest.mark.parametrize(
+    ("family", "says", "words"),
+    [
+        ("llama", {"rope_scaling": {"type": "linear", "factor": None}}, "rope scaling of kind 'linear' lacks factor"),
+        ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": None}}, "of kind 'llama3' lacks factor"),
+        ("glm4", {"partial_rotary_factor": None}, "partial_rotary_factor = None must be a finite number above 0"),
+        (
+            "gemma3",
+            {"rope_parameters": {"full_attention": 3}},
+            "rope_parameters.full_attention = 3 must be an object, or null",
+        ),
+        ("deepseek", {"num_hidden_layers": 10**400}, "num_hidden_layers = 1000"),
+        ("deepseek", {"first_k_dense_replace": 10**400}, "first_k_dense_replace = 1000"),
+        ("qwen3", {f"field{i}": i for i in range(500)}, "the field field7 = 7 is not understood; and 492 more."),
+        ("qwen3", {"x" * 4000: 3}, "the field xxx"),
+        ("qwen3", {"architectures": ["x" * 4000]}, "The model is a xxx"),
+        ("qwen3", {"model_type": "x" * 4000}, "model_type = 'xxx"),
+        ("qwen3", {"rope_scaling": {"rope_type": "x" * 4000, "y": "y" * 4000}}, "rope scaling of kind 'xxx"),
+        ("qwen3-moe", {"mlp_only_layers": ["x" * 4000]}, "mlp_only_layers = "),
+        ("gemma3", {"layer_types": ["x"] * 4000}, "layer_types = "),
+        ("gemma3", {"rope_parameters": {"x" * 4000: {}}}, "rope_parameters = "),
+    ],
+)
+def test_sentences_name_the_field_and_stay_short(family: str, says: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=re.escape(words)) as error:
+        ModelMap.from_hf({**tiny_config(family), **says})
+    assert len(str(error.value)) < 500
+
+
+def test_a_base_of_null_is_the_usual_one() -> None:
+    config = {key: value for key, value in tiny_config("gemma3").items() if "rope" not in key}
+    usual = ModelMap.from_hf(config).arithmetic()
+    nulls = {"full_attention": {"rope_theta": None}, "sliding_attention": {"rope_theta": None}}
+    for says in ({"rope_theta": None}, {"rope_parameters": nulls}):
+        assert ModelMap.from_hf({**config, **says}).arithmetic() == usual
+
+
+def test_an_unknown_classifier_is_told_by_its_own_name() -> None:
+    for name in ("Qwen3ForRewardModel", "Qwen3Model"):
+        with pytest.raises(UserError, match=f"The model is a {name}; megarl knows"):
+            ModelMap.from_hf({**tiny_config("qwen3"), "architectures": [name]}, Head())

@@ -8,7 +8,7 @@ from typing import Any
 
 from megarl.bridge import dense, gemma
 from megarl.bridge.family import Config, Family
-from megarl.bridge.fields import either, number
+from megarl.bridge.fields import either, number, short
 from megarl.bridge.windows import FULL, SLIDING, sliding_layers, window_settings
 from megarl.errors import UserError
 
@@ -16,16 +16,18 @@ from megarl.errors import UserError
 def _rope(config: Config) -> dict[str, Any]:
     """Of the layers without a window, as other families write it."""
     full = _both(config)[0]
-    base = full.pop("rope_theta", config.get("rope_theta", 1_000_000.0))
+    base = full.pop("rope_theta", None) or config.get("rope_theta") or 1_000_000.0
     return {"rope_theta": base, "rope_scaling": full | dict(config.get("rope_scaling") or {})}
 
 
 def _window_base(config: Config) -> float:
     """The rotary base of layers with a window, which scale no positions."""
     windowed = _both(config)[1]
-    base = windowed.pop("rope_theta", config.get("rope_local_base_freq", 10_000.0))
+    base = windowed.pop("rope_theta", None) or config.get("rope_local_base_freq", 10_000.0)
     if windowed not in ({}, {"rope_type": "default"}):
-        raise UserError(f"config.json: rope scaling of layers with a sliding window ({windowed}) is not supported.")
+        raise UserError(
+            f"config.json: rope scaling of layers with a sliding window ({short(windowed, 200)}) is not supported."
+        )
     return float(base)
 
 
@@ -33,7 +35,9 @@ def _both(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
     """What transformers 5 writes of layers without and with a window; empty where it did not write the file."""
     written = config.get("rope_parameters") or {}
     if not isinstance(written, Mapping) or not set(written) <= {FULL, SLIDING}:
-        raise UserError(f"config.json: rope_parameters = {written!r} must say it for {FULL} and for {SLIDING}.")
+        raise UserError(
+            f"config.json: rope_parameters = {short(written, 200)} must say it for {FULL} and for {SLIDING}."
+        )
     return dict(written.get(FULL) or {}), dict(written.get(SLIDING) or {})
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from megarl.bridge import dense, moe
 from megarl.bridge.family import Config, Family
+from megarl.bridge.fields import short
 from megarl.errors import UserError
 
 
@@ -14,7 +15,7 @@ def _layers(config: Config, sizes: Mapping[str, int]) -> dict[str, Any]:
     """Every `decoder_sparse_step`th layer has experts, but for those of `mlp_only_layers`."""
     step, plain = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     if not isinstance(plain, list) or not all(isinstance(layer, int) for layer in plain):
-        raise UserError(f"config.json: mlp_only_layers = {plain!r} must be a list of layer numbers.")
+        raise UserError(f"config.json: mlp_only_layers = {short(plain)} must be a list of layer numbers.")
     pattern = ((layer + 1) % step == 0 and layer not in plain for layer in range(sizes["layers"]))
     return moe.some_sparse(pattern, "decoder_sparse_step and mlp_only_layers")
 
