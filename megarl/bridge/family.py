@@ -190,7 +190,8 @@ def families() -> dict[str, Family]:
 def find_family(config: Mapping[str, Any]) -> Family:
     """The family of a config.json, by its architecture, or by its model type where it names no architecture."""
     known = families()
-    named = config.get("architectures") or []
+    named = config.get("architectures")
+    named = [] if named is None else named
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
         raise UserError(f"config.json: architectures = {fields.short(named)} must be a list of names.")
     found = [known[architecture] for architecture in dict.fromkeys(named) if architecture in known]

@@ -39,7 +39,7 @@ SIZE_OR_NULL = Kind(f"{SIZE.what}, or null", SIZE.fits, True)
 COUNT = Kind("a whole number from 0 to below 2**31, or null", lambda value: _is_whole(value, 0, 1 << 31), True)
 TRUTH = Kind("true or false", lambda value: isinstance(value, bool))
 TRUTH_OR_NULL = Kind("true, false or null", TRUTH.fits, True)
-NAME = Kind("a name, or null", lambda value: isinstance(value, str), True)
+NAME = Kind("a name, or null", lambda value: isinstance(value, str) and value != "", True)
 OBJECT = Kind("an object, or null", lambda value: isinstance(value, Mapping), True)
 
 KINDS: Mapping[str, Kind] = {
@@ -88,6 +88,11 @@ def _faults(fields: Config, kinds: Mapping[str, Kind], prefix: str) -> Iterator[
         kind = kinds.get(key)
         if kind is not None and not (kind.fits(value) or (value is None and kind.nullable)):
             yield f"{cut(prefix + key)} = {short(value)} must be {kind.what}"
+
+
+def among(value: object, allowed: Sequence[object]) -> bool:
+    """Whether it is one of some values, of its kind, too: Python takes true for 1 and false for 0."""
+    return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in allowed)
 
 
 def short(value: object, most: int = 40) -> str:

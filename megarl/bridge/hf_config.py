@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.bridge.family import Dims, Family
-from megarl.bridge.fields import cut, either, faults, short, some
+from megarl.bridge.fields import among, cut, either, faults, short, some
 from megarl.errors import UserError
 
 SIZES = {
@@ -52,6 +52,7 @@ USUAL: Mapping[str, tuple[Any, ...]] = {
     "add_cross_attention": (False, None),
     "partial_rotary_factor": (1, None),
 }
+PER_LAYER = frozenset({"layer_types"})  # of what families require: a list, with a value for each layer
 PARTIAL = "partial_rotary_factor"
 # More than any model has: a map of so many would take hours to make. Experts: of all layers together.
 _MOST = {"layers": 10_000, "heads": 4_096, "kv_heads": 4_096, "experts": 200_000}
@@ -122,9 +123,14 @@ def check_fields(family: Family, config: Mapping[str, Any]) -> None:
     for key, value in config.items():
         if key in requires:
             allowed = requires[key]
-            # A list field (layer_types) holds one value a layer.
-            if not all(item in allowed for item in (value if isinstance(value, list) else [value])):
-                problems.append(f"{key} = {short(value)} is not supported (supported: {', '.join(map(repr, allowed))})")
+            supported = ", ".join(map(repr, allowed))
+            if key in PER_LAYER:
+                if not (isinstance(value, list) and all(among(item, allowed) for item in value)):
+                    problems.append(f"{key} = {short(value)} is not supported (supported: a list of {supported})")
+                elif len(value) != (layers := config.get("num_hidden_layers")):
+                    problems.append(f"{key} = {short(value)} must say it for each of {short(layers)} layers")
+            elif not among(value, allowed):
+                problems.append(f"{key} = {short(value)} is not supported (supported: {supported})")
         elif key == "quantization_config":
             problems.append(
                 "the weights are quantised: give the unquantised checkpoint; from mxfp4 or fp8 `megarl convert hf-to-megatron` and "
@@ -226,6 +232,11 @@ def _yarn(fields: dict[str, Any]) -> dict[str, Any]:
     if odd or missing:
         what = f"lacks {' and '.join(missing)}" if missing else f"with {short(odd, 200)} is not supported"
         raise UserError(f"config.json: rope scaling of kind 'yarn' {what}.")
+    fast, slow = float(fields.get("beta_fast") or 32), float(fields.get("beta_slow") or 1)
+    if fast < slow:
+        raise UserError(
+            f"config.json: rope scaling of kind 'yarn': beta_fast = {fast:g} must not be below beta_slow = {slow:g}."
+        )
     mscale, all_dim = fields.get("mscale") or 0.0, fields.get("mscale_all_dim") or 0.0
     if all_dim and not mscale:
         # transformers then scales the softmax by it but not the angles; Megatron would do both.
@@ -233,8 +244,8 @@ def _yarn(fields: dict[str, Any]) -> dict[str, Any]:
     return {
         "rotary_scaling_factor": float(fields["factor"]),
         "original_max_position_embeddings": int(fields["original_max_position_embeddings"]),
-        "beta_fast": float(fields.get("beta_fast") or 32),
-        "beta_slow": float(fields.get("beta_slow") or 1),
+        "beta_fast": fast,
+        "beta_slow": slow,
         # Without both, the angles are scaled by mscale(factor, 1) alone.
         "mscale": float(mscale) if all_dim else 1.0,
         "mscale_all_dim": float(all_dim),

@@ -11,12 +11,13 @@ import pytest
 from megarl.bridge.family import MTP, families
 from megarl.bridge.fields import COUNT, KINDS, NAME, NOT_NEGATIVE, OBJECT, ROPE_KINDS, Kind
 from megarl.bridge.heads import Head
-from megarl.bridge.hf_config import READ
+from megarl.bridge.hf_config import PER_LAYER, READ, USUAL, check_fields
 from megarl.bridge.model_map import ModelMap
 from megarl.bridge.moe import EXPERTS
 from megarl.errors import UserError
 from megarl.models.tiny import RECIPES, tiny_config
 
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
 LISTS = {"layer_types", "mlp_only_layers"}  # whose lengths and items their families look at
 
 
@@ -37,7 +38,7 @@ def test_a_kind_takes_what_it_says() -> None:
             least = {"0"} if kind in (COUNT, NOT_NEGATIVE) else set()
             assert taken == least | {"1", str(2**31 - 1)} | (set() if "whole" in kind.what else {"0.5", str(2**31)})
         else:
-            assert taken == ({"", "a"} if kind == NAME else {"{}"} if kind == OBJECT else {"True"})
+            assert taken == ({"a"} if kind == NAME else {"{}"} if kind == OBJECT else {"True"})
 
 
 @pytest.mark.parametrize("family", RECIPES)
@@ -47,6 +48,26 @@ def test_every_field_that_a_family_reads_is_checked(family: str) -> None:
     for field in sorted((READ | found.understands) - LISTS - found.requires.keys()):
         for value in wrong(KINDS[field]):
             refused({**config, field: value}, field, KINDS[field])
+
+
+@pytest.mark.parametrize("family", RECIPES)
+def test_a_field_that_must_be_as_it_is_takes_nothing_like_it(family: str) -> None:
+    config = tiny_config(family)
+    found = families()[config["architectures"][0]]
+    layers = config["num_hidden_layers"]
+    fixed = {key: usual for key, usual in USUAL.items() if key not in found.reads} | dict(found.requires)
+    for field, allowed in fixed.items():
+        first, each = allowed[0], list[Any]()
+        if field in PER_LAYER:
+            check_fields(found, {**config, field: [first] * layers})
+            each = [[], [first] * (layers - 1), [first] * (layers + 1), [[first]] * layers, first]
+        else:
+            check_fields(found, {**config, field: first})
+            alike = [int(first)] if isinstance(first, bool) else [bool(first)] if first in (0, 1) else []
+            each = [[], {}, [first], "", [None], *alike]
+        for value in each:
+            with pytest.raises(UserError, match=rf"\b{field} = .* (is not supported|must say it for each of)"):
+                check_fields(found, {**config, field: value})
 
 
 @pytest.mark.parametrize("inside", ["rope_scaling", "rope_parameters"])
@@ -141,6 +162,13 @@ def test_two_names_of_one_thing_must_agree() -> None:
         ("qwen3", {"architectures": ["x" * 4000]}, "The model is a xxx"),
         ("qwen3", {"model_type": "x" * 4000}, "model_type = 'xxx"),
         ("qwen3", {"rope_scaling": {"rope_type": "x" * 4000, "y": "y" * 4000}}, "rope scaling of kind 'xxx"),
+        ("qwen3-moe", {"mlp_only_layers": [True]}, "mlp_only_layers = [True] must be a list of layer numbers"),
+        ("qwen3", {"rope_scaling": {"rope_type": ""}}, "rope_scaling.rope_type = '' must be a name, or null"),
+        (
+            "gpt-oss",
+            {"rope_scaling": {**YARN, "beta_fast": 1, "beta_slow": 32}},
+            "beta_fast = 1 must not be below beta_slow = 32",
+        ),
         ("qwen3-moe", {"mlp_only_layers": ["x" * 4000]}, "mlp_only_layers = "),
         ("gemma3", {"layer_types": ["x"] * 4000}, "layer_types = "),
         ("gemma3", {"rope_parameters": {"x" * 4000: {}}}, "rope_parameters = "),
