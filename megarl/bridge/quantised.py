@@ -34,7 +34,7 @@ _BIAS = 127  # of a scale's exponent, e8m0; 255 is NaN
 def method(config: Mapping[str, Any]) -> str | None:
     """How the weights are quantised; None: they are not. Raises UserError for what cannot be read."""
     said = config.get(FIELD)
-    if not said:
+    if said is None or said == {}:
         return None
     if not isinstance(said, Mapping):
         raise UserError(

@@ -162,6 +162,7 @@ def test_two_names_of_one_thing_must_agree() -> None:
         ("qwen3", {"architectures": ["x" * 4000]}, "The model is a xxx"),
         ("qwen3", {"model_type": "x" * 4000}, "model_type = 'xxx"),
         ("qwen3", {"rope_scaling": {"rope_type": "x" * 4000, "y": "y" * 4000}}, "rope scaling of kind 'xxx"),
+        ("qwen3-moe", {"mlp_only_layers": False}, "mlp_only_layers = False must be a list of layer numbers"),
         ("qwen3-moe", {"mlp_only_layers": [True]}, "mlp_only_layers = [True] must be a list of layer numbers"),
         ("qwen3", {"rope_scaling": {"rope_type": ""}}, "rope_scaling.rope_type = '' must be a name, or null"),
         (

@@ -146,6 +146,7 @@ def test_scales_may_be_as_small_and_as_large_as_they_can_be_written() -> None:
 def test_what_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
     assert method({}) is None and method({"quantization_config": None}) is None
     for said, words in (
+        ([], r"quantization_config = \[\] must be an object"),
         ("fp8", "quantization_config = 'fp8' must be an object"),
         ({"quant_method": "gptq"}, "quantised by 'gptq' cannot be read, only by mxfp4 or fp8"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "format 'e5m2'"),

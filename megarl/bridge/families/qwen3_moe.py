@@ -13,7 +13,8 @@ from megarl.errors import UserError
 
 def _layers(config: Config, sizes: Mapping[str, int]) -> dict[str, Any]:
     """Every `decoder_sparse_step`th layer has experts, but for those of `mlp_only_layers`."""
-    step, plain = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    step, plain = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers")
+    plain = [] if plain is None else plain
     if not isinstance(plain, list) or not all(type(layer) is int for layer in plain):
         raise UserError(f"config.json: mlp_only_layers = {short(plain)} must be a list of layer numbers.")
     pattern = ((layer + 1) % step == 0 and layer not in plain for layer in range(sizes["layers"]))
