@@ -24,7 +24,7 @@ def stored_head(folder: str | Path) -> Head | None:
     found = _stored(reader)
     if WEIGHT not in found:
         return None
-    return found_head(reader.shape(found[WEIGHT]), BIAS in found, folder)
+    return found_head(reader.shape(found[WEIGHT]), BIAS in found, folder, found[WEIGHT])
 
 
 def critic_head(folder: str | Path, *, std: float = 0.0, seed: int = 0) -> Head:

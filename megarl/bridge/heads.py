@@ -78,10 +78,10 @@ class Head:
         return changes
 
 
-def found_head(shape: Shape, bias: bool, where: object) -> Head:
-    """The head of a checkpoint whose weight has a shape. UserError for one that is no (labels, hidden)."""
+def found_head(shape: Shape, bias: bool, where: object, name: str) -> Head:
+    """The head of a checkpoint whose weight, there `name`, has a shape. UserError for one that is no (labels, hidden)."""
     if len(shape) != 2 or not shape[0]:
-        raise UserError(f"{where} has a score head ({WEIGHT}) of shape {shape}: it must be (labels, hidden size).")
+        raise UserError(f"{where} has a score head ({name}) of shape {shape}: it must be (labels, hidden size).")
     return Head(labels=shape[0], bias=bias)
 
 

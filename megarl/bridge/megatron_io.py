@@ -189,8 +189,9 @@ _NOT_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state_machine_stat
 
 def stored_head(dist: DistReader) -> Head | None:
     """The score head that a checkpoint holds; None: it is a causal language model."""
-    weight = dist.tensors.get(megatron_name(WEIGHT))
-    return None if weight is None else found_head(weight.shape, megatron_name(BIAS) in dist.tensors, dist.folder)
+    name = megatron_name(WEIGHT)
+    weight = dist.tensors.get(name)
+    return None if weight is None else found_head(weight.shape, megatron_name(BIAS) in dist.tensors, dist.folder, name)
 
 
 def _some(names: list[str]) -> str:

@@ -143,9 +143,7 @@ def test_what_is_said_of_labels_fits_the_head(
 @pytest.mark.parametrize("shape", [(), (80,), (0, 80), (2, 3, 80)])
 def test_a_head_of_no_scores_is_refused(tmp_path: Path, name: str, shape: tuple[int, ...]) -> None:
     save_file({name: torch.zeros(shape)}, tmp_path / "model.safetensors")
-    with pytest.raises(
-        UserError, match=r"has a score head \(score.weight\) of shape .* must be \(labels, hidden size\)"
-    ):
+    with pytest.raises(UserError, match=rf"has a score head \({name}\) of shape .* must be \(labels, hidden size\)"):
         stored_head(tmp_path)
 
 
