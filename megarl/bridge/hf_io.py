@@ -147,7 +147,7 @@ class HFReader:
         wrong += [
             f"{name} differs from {other}, and tie_word_embeddings says that they are one (set it to false)"
             for name, other in model.ties
-            if name in found and other in found and not _same(self.get(name), self.get(other))
+            if name in found and other in found and not self._same(name, other)
         ]
         parts = [
             *([f"lacks {_some(missing)}"] if missing else []),
@@ -158,6 +158,16 @@ class HFReader:
             raise UserError(f"{self.folder} does not fit its config.json: {'; '.join(parts)}.")
         for name in model.hf_shapes:
             self.dtype(name)
+
+    def _same(self, name: str, other: str) -> bool:
+        """Whether two tensors are equal, or of the same bits, which NaN may be among."""
+        for each in (name, other):
+            self.dtype(each)  # of float8 torch cannot say it
+        one, two = self.get(name), self.get(other)
+        if torch.equal(one, two):
+            return True
+        alike = (one.dtype, one.shape) == (two.dtype, two.shape) and one.dim() > 0
+        return alike and torch.equal(one.view(torch.uint8), two.view(torch.uint8))
 
     def _slice(self, name: str) -> Any:
         if name not in self._file_of:
@@ -529,14 +539,6 @@ def export_tensors(
                 copy.of(whole[copy.hf_name][copy.hf]).copy_(local[copy.local])
         left.subtract(parameter.hf_names)
         yield from ((name, whole.pop(name)) for name in parameter.hf_names if left[name] == 0)
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    """Equal, or of the same bits, which NaN may be among."""
-    if torch.equal(one, other):
-        return True
-    alike = (one.dtype, one.shape) == (other.dtype, other.shape) and one.dim() > 0
-    return alike and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 def _ignorable(name: str, model: ModelMap) -> bool:

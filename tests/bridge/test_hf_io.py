@@ -249,6 +249,8 @@ def test_a_checkpoint_that_does_not_fit_its_config_is_refused(copy: Path) -> Non
     fails(copy, "stored as F64", check=True)
     with_(lm_head__weight=torch.zeros(419, 80))
     fails(copy, "lm_head.weight differs from model.embed_tokens.weight", check=True)
+    with_(lm_head__weight=torch.zeros(419, 80).to(torch.float8_e4m3fn))
+    fails(copy, "lm_head.weight is stored as F8_E4M3", check=True)
     with_(lm_head__weight=torch.tensor(1.0))
     fails(copy, "lm_head.weight differs from model.embed_tokens.weight", check=True)
     # What adds nothing: the output layer of a tied model as it is tied, rotary frequencies of old checkpoints.
