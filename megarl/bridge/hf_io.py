@@ -182,8 +182,7 @@ class HFReader:
     def _open(self, file: str) -> Any:
         if file not in self._files:
             path = self.folder / file
-            if path.is_symlink() and not path.exists():
-                raise UserError(f"{path} is a link to {path.readlink()}, where nothing is.")
+            _demand_target(path)
             if not path.is_file():
                 raise UserError(
                     f"{path} is no file." if path.exists() else f"{path} is missing, though {INDEX} names it."
@@ -497,8 +496,19 @@ def companions(source: Path) -> list[str]:
         for path in paths:
             if path.exists() and not path.is_file():
                 raise UserError(f"{path} is no file.")
+            _demand_target(path)
             found.append(str(path.relative_to(source)))
     return found
+
+
+def _demand_target(path: Path) -> None:
+    """Raises UserError for a link that leads nowhere, or that cannot be followed."""
+    if path.is_symlink():
+        with reading(path):
+            try:
+                path.stat()
+            except FileNotFoundError as error:
+                raise UserError(f"{path} is a link to {path.readlink()}, where nothing is.") from error
 
 
 def load_parameter(reader: HFReader, parameter: Parameter, where: Where, out: Tensor) -> None:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from megarl.bridge.hf_io import ShardFile
+from megarl.bridge.hf_io import ShardFile, companions
 from megarl.bridge.out_file import Blocks
 from megarl.bridge.torch_dist_write import ChunkFile
 from megarl.convert.processes import Processes
@@ -61,6 +61,7 @@ def carry_out(job: Job[Item, File], target: Path, among: Processes, *, show: boo
     a kill or a full disk leaves is taken up by the next call of the same job.
     """
     plan = {"kind": job.kind, "source": job.origin.identity(), **job.options.plan()}
+    companions(job.origin.texts)  # complains now of what `finish` could not copy
     mine = list(job.files)[among.rank :: among.world]
     try:
         with unfinished(target, plan, among) as growing:
