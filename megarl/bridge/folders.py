@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megarl.errors import UserError
@@ -26,6 +26,7 @@ def new_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
         raise UserError(f"{target} exists already and is not overwritten.")
     building = target.with_name(f"{target.name}.tmp-{os.getpid()}")
     replaced = target.with_name(f"{target.name}.old-{os.getpid()}")
+    made = [folder for folder in target.parents if not folder.exists()]
     try:
         shutil.rmtree(building, ignore_errors=True)
         try:
@@ -39,6 +40,9 @@ def new_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
     finally:
         shutil.rmtree(building, ignore_errors=True)
         shutil.rmtree(replaced, ignore_errors=True)
+        for folder in made:
+            with suppress(OSError):  # it holds the target
+                folder.rmdir()
 
 
 def clear_unfinished(target: Path) -> None:

@@ -42,7 +42,10 @@ class Unfinished:
             return "which is a link"
         if self.root.exists() and not self.root.is_dir():
             return "which is no folder"
-        held = {path.name: path for path in self.root.iterdir()} if self.root.exists() else {}
+        try:
+            held = {path.name: path for path in self.root.iterdir()}
+        except FileNotFoundError:
+            return None
         odd = sorted(name for name, path in held.items() if name not in _NAMES or path.is_symlink())
         odd += [] if not held or self.lock.is_file() else sorted(held)
         return f"which holds {odd[0]}" if odd else None

@@ -301,6 +301,20 @@ def test_an_unreadable_config_is_one_sentence(copy: Path) -> None:
         ModelMap.from_hf(copy)
 
 
+@pytest.mark.parametrize("fails", [True, False])
+def test_folders_that_were_made_for_a_folder_stay_only_with_it(fails: bool, tmp_path: Path) -> None:
+    target = tmp_path / "new" / "newer" / "target"
+    try:
+        with new_folder(target) as building:
+            (building / "file").touch()
+            if fails:
+                raise UserError("no")
+    except UserError:
+        assert fails and list(tmp_path.iterdir()) == []
+    else:
+        assert [path.name for path in target.iterdir()] == ["file"]
+
+
 def test_leftovers_of_killed_builds_are_cleared(tmp_path: Path) -> None:
     for name in ("model.tmp-1", "model.old-22", "model.tmp-x", "model", "other.tmp-1"):
         (tmp_path / name).mkdir()
