@@ -106,6 +106,7 @@ class DistReader:
             str, dict[int, list[Chunk]] | None
         ] = {}  # of a key: its chunks by their first index, if each has one
         self._data: dict[Chunk, int] = {}  # where a chunk's first element lies in its file
+        self._paths: dict[str, Path] = {}
         self._check_files()
 
     def read(self, key: str, region: tuple[slice, ...], out: Tensor) -> None:
@@ -153,7 +154,7 @@ class DistReader:
         first = _flat(tuple(s.start for s in inside), chunk.sizes) * width
         length = torch.Size([s.stop - s.start for s in inside]).numel() * width
         start = self._data_start(stored, chunk) + first
-        return Run(self.folder / chunk.file, self._files, start, length)
+        return Run(self._path(chunk.file), self._files, start, length)
 
     def _near(self, key: str, region: tuple[slice, ...]) -> Iterable[Chunk]:
         """The chunks of a tensor that may meet a region: there are as many as layers, or experts, of which one is wanted."""
@@ -237,19 +238,25 @@ class DistReader:
 
     def _data_start(self, stored: Stored, chunk: Chunk) -> int:
         if chunk not in self._data:
-            where = f"{self.folder / chunk.file}"
             try:
                 file = self._open(chunk.file)
                 start = _framed(file, stored.dtype, chunk)
                 self._data[chunk] = _locate(file, stored.dtype, chunk) if start is None else start
             except _Odd as error:
-                raise UserError(f"{where} is damaged at byte {chunk.start}: {error}.") from error
+                raise UserError(f"{self._path(chunk.file)} is damaged at byte {chunk.start}: {error}.") from error
         return self._data[chunk]
 
     def _open(self, name: str) -> BinaryIO:
         """It may be closed by the next call."""
-        with reading(self.folder / name):
-            return self._files.open(self.folder / name)
+        path = self._path(name)
+        with reading(path):
+            return self._files.open(path)
+
+    def _path(self, name: str) -> Path:
+        """Kept: of thousands of chunks each asks for it, and to join a path takes longer than to read a small one."""
+        if name not in self._paths:
+            self._paths[name] = self.folder / name
+        return self._paths[name]
 
     def _check_files(self) -> None:
         """Every file is there and long enough."""
