@@ -94,7 +94,9 @@ def verify(first: Path, second: Path, config: Path | None = None, *, show: bool 
 
 
 def _cast(names: Sequence[str], first: Source, second: Source) -> str | None:
-    """One sentence where every tensor is stored in another dtype there, as after `--dtype`."""
+    """One sentence where tensors of the same shapes are all stored in another dtype there, as after `--dtype`."""
+    if any(first.model.hf_shapes[name] != second.model.hf_shapes[name] for name in names):
+        return None
     pairs = {(first.reader.dtype(name), second.reader.dtype(name)) for name in names}
     if len(pairs) != 1 or len(names) < 2:
         return None

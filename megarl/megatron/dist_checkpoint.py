@@ -111,9 +111,8 @@ class Copies:
     def _one_by_one(self) -> Generator[Piece]:
         while True:
             with self._turn:
-                self._turn.wait_for(
-                    lambda: not self._settling
-                )  # a lock alone is no turn: who lets go of it may have it again
+                # A lock alone is no turn: who lets go of it may have it again.
+                self._turn.wait_for(lambda: not self._settling)
                 if not self._left:
                     return
                 yield self._left.popleft()

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Unpack
 
 import torch
 
@@ -26,7 +26,7 @@ from megarl.errors import RunError
 from megarl.reshard.bucket import BucketSpec, BucketTensor
 from megarl.reshard.exposure import Exposure
 from megarl.reshard.stream import Control, Stream
-from megarl.reshard.transfer import Member, Proof, Receivers, Transfer, Writers
+from megarl.reshard.transfer import Member, Proof, Receivers, Settings, Transfer, Writers
 
 _SHARED_MEMORY = Path("/dev/shm")
 
@@ -75,29 +75,18 @@ class Colocated(Transfer):
         self,
         model_map: ModelMap,
         *,
-        dtype: str,
-        bucket_bytes: int,
-        verify: str,
-        full_every: int = 0,
         timeout: float = 600.0,
         in_place: bool = False,
         device: str = "",
         note: Callable[[str], None] = lambda _: None,
         folder: Path = _SHARED_MEMORY,
-        quantised: bool = False,
+        **settings: Unpack[Settings],
     ):
         """`timeout`: seconds that ranks and engines wait for each other. `in_place`: the engines' weights lie in host memory,
         and after an engine's first update ranks write straight into them; not those that are `quantised`. `device`: the kind of
         devices in whose memory buckets are to lie; `note` is told when they cannot."""
-        assert not (in_place and quantised)
-        super().__init__(
-            model_map,
-            dtype=dtype,
-            bucket_bytes=bucket_bytes,
-            verify=verify,
-            full_every=full_every,
-            quantised=quantised,
-        )
+        super().__init__(model_map, **settings)
+        assert not (in_place and self.quantised)
         _remove_stale(folder)
         stem = folder / f"megarl-{os.getpid()}-{id(self):x}"
         self._timeout = timeout

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Unpack
 
 import torch
 
@@ -26,7 +27,7 @@ from megarl.bridge.model_map import ModelMap
 from megarl.bridge.quantised import FIELD
 from megarl.errors import RunError, UserError
 from megarl.reshard.bucket import BucketSpec, BucketTensor
-from megarl.reshard.transfer import Proof, Receivers, Transfer, Writers
+from megarl.reshard.transfer import Proof, Receivers, Settings, Transfer, Writers
 
 _PREFIX = "version-"
 _KINDS = {str(dtype).removeprefix("torch."): kind for kind, dtype in STORED.items()}
@@ -39,23 +40,12 @@ class Disk(Transfer):
         self,
         model_map: ModelMap,
         *,
-        dtype: str,
-        bucket_bytes: int,
-        verify: str,
-        full_every: int = 0,
         folder: Path,
         source: Path,
-        quantised: bool = False,
+        **settings: Unpack[Settings],
     ):
-        super().__init__(
-            model_map,
-            dtype=dtype,
-            bucket_bytes=bucket_bytes,
-            verify=verify,
-            full_every=full_every,
-            quantised=quantised,
-        )
-        self._folder, self._source, self._dtype = folder.absolute(), source, getattr(torch, dtype)
+        super().__init__(model_map, **settings)
+        self._folder, self._source, self._dtype = folder.absolute(), source, getattr(torch, settings["dtype"])
         self._ours = not folder.exists()
 
     def close(self) -> None:

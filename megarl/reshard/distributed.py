@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, Unpack
 
 from torch.distributed import TCPStore
 
@@ -15,7 +15,7 @@ from megarl.bridge.model_map import ModelMap
 from megarl.errors import RunError
 from megarl.reshard.bucket import BucketSpec, BucketTensor
 from megarl.reshard.link import Meeting, Regions, call_off
-from megarl.reshard.transfer import Member, Proof, Receivers, Transfer, Writers
+from megarl.reshard.transfer import Member, Proof, Receivers, Settings, Transfer, Writers
 
 _LOOK = 0.5  # seconds between two looks at whether all who are to join live
 _GRACE = 5.0  # seconds in which the death of an engine's process is known
@@ -63,25 +63,14 @@ class Distributed(Transfer):
         self,
         model_map: ModelMap,
         *,
-        dtype: str,
-        bucket_bytes: int,
-        verify: str,
-        full_every: int = 0,
         timeout: float = 600.0,
         host: str = "127.0.0.1",
-        quantised: bool = False,
+        **settings: Unpack[Settings],
     ):
         """`timeout`: seconds that ranks wait for each other. `host`: this process's, as ranks and engines reach it."""
-        super().__init__(
-            model_map,
-            dtype=dtype,
-            bucket_bytes=bucket_bytes,
-            verify=verify,
-            full_every=full_every,
-            quantised=quantised,
-        )
+        super().__init__(model_map, **settings)
         # Through SGLang's own loader, and straight to its place. SGLang may turn float8 into another form after each update.
-        self._kinds = 1 if quantised else 2
+        self._kinds = 1 if self.quantised else 2
         self._timeout = timeout
         self._host = host
         self._joined: tuple[Member, ...] | None = None

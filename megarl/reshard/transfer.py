@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Required, TypedDict
 
 import torch
 
@@ -71,6 +71,16 @@ class ReshardReport:
             "reshard/verified": float(self.verified),
             "reshard/tensors": float(self.tensors),
         }
+
+
+class Settings(TypedDict, total=False):
+    """What every way of weights takes: see `Transfer`."""
+
+    dtype: Required[str]
+    bucket_bytes: Required[int]
+    verify: Required[str]
+    full_every: int
+    quantised: bool
 
 
 class Transfer(ABC):
