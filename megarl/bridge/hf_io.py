@@ -97,7 +97,7 @@ class HFReader:
 
     def _fill(self, run: Run, out: Tensor) -> None:
         with reading(run.path, RunError):
-            whole = run.fill(out)
+            whole = run.fill(raw(out))
         if not whole:
             raise UserError(f"{run.path} is damaged or cut short.")
 
@@ -406,8 +406,7 @@ class ShardFile:
         """Writes one tensor, whose bytes lie in other files as they are to be."""
         assert isinstance(self._file, BlockFile)
         self._file.seek(self._place[name])
-        for run in runs:
-            self._file.copy(run, self._dtypes[name], look)
+        self._file.copy(runs, self._dtypes[name], look)
 
     def end(self) -> None:
         """All has come; waits until it is on the disk, if it is to be durable."""

@@ -7,7 +7,7 @@ import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
@@ -17,14 +17,14 @@ import torch
 from isal import isal_zlib
 from torch import Tensor
 
-from megarl.bridge.raw_io import Run, raw, reading
+from megarl.bridge.raw_io import Run, reading
 from megarl.errors import RunError, UserError
 
 _EACH = 32 << 20  # bytes
 _ALIGNED = 4096  # what disks want of offsets and lengths
 _PIECE = 1 << 20  # bytes: stays in a core's cache between reading and being looked at
 _AT_ONCE = (
-    256 << 10
+    512 << 10
 )  # bytes to the page cache: for more it looks for larger pages, which takes three times as long as to copy
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE of linux/fs.h: begin, do not wait
 
@@ -68,10 +68,10 @@ class Blocks:
 
     def __init__(self, size: int = 2 << 20, count: int = 4):
         self.size = size
-        self.free: SimpleQueue[Tensor] = SimpleQueue()
+        self.free: SimpleQueue[memoryview] = SimpleQueue()
         for _ in range(count):  # page by page, as the disk wants it
-            self.free.put(torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8))
-        self.aside = torch.empty(_PIECE, dtype=torch.uint8)  # where no element would begin where elements may
+            self.free.put(memoryview(mmap.mmap(-1, size)))
+        self.aside = memoryview(bytearray(_PIECE))  # where no element would begin where elements may
 
 
 class BlockFile:
@@ -95,7 +95,7 @@ class BlockFile:
         self._behind = _Behind(self._file)
         self._blocks, self._block = blocks, blocks.free.get()
         self._start = self._used = 0  # where in the file the block is to go; its bytes that are filled
-        self._full: SimpleQueue[tuple[Tensor, int] | None] = SimpleQueue()
+        self._full: SimpleQueue[tuple[memoryview, int] | None] = SimpleQueue()
         self._writer: Thread | None = None
         self._error: OSError | None = None
 
@@ -112,9 +112,9 @@ class BlockFile:
         view, done = memoryview(data).cast("B"), 0
         while done < len(view):
             room = self._room(len(view) - done)
-            raw(room)[:] = view[done : done + len(room)]
+            room[:] = view[done : done + len(room)]
             if self._summed:  # of what is still in the core's cache
-                self.sum = isal_zlib.crc32(raw(room), self.sum)
+                self.sum = isal_zlib.crc32(room, self.sum)
             self._used += len(room)
             done += len(room)
         return done
@@ -122,9 +122,13 @@ class BlockFile:
     def flush(self) -> None:
         """`torch.save` asks for it; `end` is what does it."""
 
-    def copy(self, run: Run, dtype: torch.dtype, look: Look) -> None:
-        """Appends bytes that lie in another file; `look` is shown all of them as elements, some at a time."""
+    def copy(self, runs: Iterable[Run], dtype: torch.dtype, look: Look) -> None:
+        """Appends the bytes of a tensor, which lie in other files; `look` is shown all of them as elements, some at a time."""
         assert not self._summed
+        for run in runs:
+            self._copy(run, dtype, look)
+
+    def _copy(self, run: Run, dtype: torch.dtype, look: Look) -> None:
         done, aligned = 0, self.tell() % dtype.itemsize == 0
         while done < run.length:
             wanted = min(_PIECE, run.length - done)
@@ -133,21 +137,21 @@ class BlockFile:
                 whole = run.fill(part, done)
             if not whole:
                 raise UserError(f"{run.path} is cut short.")
-            look(part.view(dtype))
+            look(torch.frombuffer(part, dtype=dtype))
             if aligned:
                 self._used += len(part)
             else:
-                self.write(raw(part))
+                self.write(part)
             done += len(part)
 
     def end(self) -> None:
         """All has come."""
         length, used = self.tell(), -(-self._used // _ALIGNED) * _ALIGNED
-        self._block[self._used : used].zero_()
+        self._block[self._used : used] = bytes(used - self._used)
         self._join()
         if self._error is not None:
             raise self._error
-        self._put(raw(self._block[:used]), self._start)
+        self._put(self._block[:used], self._start)
         os.ftruncate(self._file, length)
         if self._durable:
             os.fsync(self._file)
@@ -157,7 +161,7 @@ class BlockFile:
         os.close(self._file)
         self._blocks.free.put(self._block)
 
-    def _room(self, wanted: int) -> Tensor:
+    def _room(self, wanted: int) -> memoryview:
         """Bytes of the block that are not filled, at most so many."""
         if self._used == self._blocks.size:
             self._hand_over()
@@ -178,7 +182,7 @@ class BlockFile:
             block, at = found
             try:
                 if self._error is None:
-                    self._put(raw(block), at)
+                    self._put(block, at)
             except OSError as error:
                 self._error = error
             self._blocks.free.put(block)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
 from typing import BinaryIO, NamedTuple
 
 import torch
@@ -16,14 +15,21 @@ from megarl.errors import RunError, UserError
 MOST_OPEN = 128  # files of a reader: a process may have 1,024 as a rule, and up to four readers
 
 
-@contextmanager
-def reading(path: Path, error: type[UserError | RunError] = UserError) -> Iterator[None]:
+class reading:  # named as what it is used as; a generator's manager would cost ten times as much, and each piece has one
     """What the system says of a file that is read, as one sentence that names it; without it, it would be taken for the file that is
     written meanwhile. `RunError` where the same may go well at another time: a disk that was found readable."""
-    try:
-        yield
-    except OSError as said:
-        raise error(f"{said.filename or path} cannot be read: {said.strerror or said}.") from said
+
+    def __init__(self, path: Path, error: type[UserError | RunError] = UserError):
+        self._path, self._error = path, error
+
+    def __enter__(self) -> None:
+        """Nothing to do."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, said: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(said, OSError):
+            raise self._error(f"{said.filename or self._path} cannot be read: {said.strerror or said}.") from said
 
 
 def raw(tensor: Tensor) -> memoryview:
@@ -35,11 +41,11 @@ def raw(tensor: Tensor) -> memoryview:
     return view
 
 
-def read_exactly(file: int, offset: int, out: Tensor) -> bool:
-    """Fills a contiguous tensor from a file's descriptor. False: the file ends before it."""
-    view, done = raw(out), 0
-    while done < len(view):
-        got = os.preadv(file, [view[done:]], offset + done)
+def read_exactly(file: int, offset: int, out: memoryview) -> bool:
+    """Fills memory from a file's descriptor. False: the file ends before it."""
+    done = 0
+    while done < len(out):
+        got = os.preadv(file, [out[done:]], offset + done)
         if not got:
             return False
         done += got
@@ -72,6 +78,6 @@ class Run(NamedTuple):
     start: int
     length: int
 
-    def fill(self, out: Tensor, skip: int = 0) -> bool:
-        """Fills a contiguous tensor with what lies behind the first `skip` bytes. False: the file ends before it. Raises OSError."""
+    def fill(self, out: memoryview, skip: int = 0) -> bool:
+        """Fills memory with what lies behind the first `skip` bytes. False: the file ends before it. Raises OSError."""
         return read_exactly(self.files.open(self.path).fileno(), self.start + skip, out)

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from megarl.bridge.layout import Shape
-from megarl.bridge.raw_io import Files, Run, read_exactly, reading
+from megarl.bridge.raw_io import Files, Run, raw, read_exactly, reading
 from megarl.bridge.torch_frame import FRAMED, frame
 from megarl.errors import RunError, UserError
 
@@ -232,7 +232,7 @@ class DistReader:
 
     def _read_bytes(self, file: int, name: str, offset: int, out: Tensor) -> None:
         with reading(self.folder / name, RunError):
-            whole = read_exactly(file, offset, out)
+            whole = read_exactly(file, offset, raw(out))
         if not whole:
             raise UserError(f"{self.folder / name} is cut short.")
 

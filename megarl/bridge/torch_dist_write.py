@@ -57,12 +57,8 @@ class ChunkFile:
         """A chunk of so many `sizes`, of FRAMED bytes or more, which lie in other files as they are to be."""
         file = self._file
         assert isinstance(file, BlockFile)
-
-        def elements() -> None:
-            for run in runs:
-                file.copy(run, dtype, look)
-
-        self._record(key, dtype, self._framed(dtype, sizes, elements), sizes, offsets, shape)
+        start = self._framed(dtype, sizes, lambda: file.copy(runs, dtype, look))
+        self._record(key, dtype, start, sizes, offsets, shape)
 
     def _framed(self, dtype: torch.dtype, sizes: Shape, elements: Callable[[], Any]) -> int:
         """What `torch.save` would write of a tensor; where it begins. Elements are as far from there as vectors of them like it."""

@@ -15,6 +15,7 @@ from megarl.bridge.megatron_io import is_straight, standing
 from megarl.bridge.model_map import Parameter
 from megarl.bridge.raw_io import Run, reading
 from megarl.bridge.torch_dist_write import ChunkFile, write_common, write_metadata
+from megarl.bridge.torch_frame import FRAMED
 from megarl.convert.job import Job, carry_out
 from megarl.convert.processes import ALONE, Processes
 from megarl.convert.source import Source, main_dtype, open_hf
@@ -82,7 +83,8 @@ class _ToMegatron(Job[Parameter, ChunkFile]):
             self.dtype(item),
             written(self.model, item),
         )
-        if runs := copied(self._runs(item, dtype), dtype):
+        framed = self.bytes(item) >= FRAMED  # any smaller one is written with all around it
+        if runs := copied(self._runs(item, dtype) if framed else None):
             watch = Watch(self.options)
             file.copy(slot.key, runs, dtype, slot.sizes, slot.offsets, slot.global_shape, watch)
             watch.complain(name, dtype)

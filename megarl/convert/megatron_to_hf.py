@@ -57,7 +57,7 @@ class _ToHF(Job[str, ShardFile]):
             self.dtypes[item],
             tuple(slice(0, n) for n in self.shapes[item]),
         )
-        if runs := copied(self.origin.reader.runs(item, whole, dtype), dtype):
+        if runs := copied(self.origin.reader.runs(item, whole, dtype)):
             watch = Watch(self.options)
             file.copy(item, runs, watch)
             watch.complain(name, dtype)

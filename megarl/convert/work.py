@@ -18,7 +18,7 @@ from megarl.bridge.raw_io import Run
 from megarl.errors import UserError
 
 SHARD_BYTES = 2_000_000_000  # of a file, which is what a conversion that is started again does not do twice
-LEAST_BYTES = 32 << 10  # of a run that is read by itself: a call for each costs as much
+LEAST_BYTES = 32 << 10  # of each of several runs that are read by themselves: a call for each costs as much
 FORGET_BYTES = 256 << 20  # of mapped files: their pages count as memory of the process
 
 
@@ -83,9 +83,9 @@ class Watch:
         _complain(name, self._bad, self._count, dtype, self._options)
 
 
-def copied(runs: Sequence[Run] | None, dtype: torch.dtype) -> Sequence[Run] | None:
+def copied(runs: Sequence[Run] | None) -> Sequence[Run] | None:
     """Runs that are worth it."""
-    if runs is None or any(run.length < LEAST_BYTES for run in runs):
+    if runs is None or (len(runs) > 1 and any(run.length < LEAST_BYTES for run in runs)):
         return None
     return runs
 

@@ -37,7 +37,7 @@ def test_what_is_written_stands_there_and_was_looked_at(
     seen: list[torch.Tensor] = []
     file = BlockFile(tmp_path / "target", Blocks(SIZE, 3), durable=durable)
     assert file.write(CONTENT[:before]) == before
-    file.copy(source._replace(start=start, length=80_000), torch.float32, lambda piece: seen.append(piece.clone()))
+    file.copy([source._replace(start=start, length=80_000)], torch.float32, lambda piece: seen.append(piece.clone()))
     assert file.tell() == before + 80_000
     file.seek(before + 80_003)
     file.write(torch.arange(5, dtype=torch.int16).numpy().data)
@@ -76,7 +76,7 @@ def test_there_is_no_way_back(durable: bool, tmp_path: Path) -> None:
 def test_a_run_beyond_the_end_is_one_sentence(source: Run, tmp_path: Path) -> None:
     file = BlockFile(tmp_path / "target", Blocks(SIZE, 2), durable=False)
     with pytest.raises(UserError, match="source is cut short"):
-        file.copy(source._replace(start=90_000, length=8), torch.float32, len)
+        file.copy([source._replace(start=90_000, length=8)], torch.float32, len)
     file.close()
 
 
@@ -99,8 +99,8 @@ def test_of_more_files_than_may_be_open_the_latest_are(tmp_path: Path, monkeypat
     handles = [files.open(run.path) for run in (*runs[:3], runs[0], *runs[3:])]
     assert [handle.closed for handle in handles] == [False, True, True, False, False, False]
     for number, run in enumerate(runs):
-        assert run.fill(out, 1) and out.tolist() == [number + 5, number + 6]
-        assert not run.fill(out, 2)
+        assert run.fill(raw(out), 1) and out.tolist() == [number + 5, number + 6]
+        assert not run.fill(raw(out), 2)
 
 
 def test_strides_of_axes_of_length_1_do_not_count() -> None:
