@@ -196,12 +196,14 @@ class Peer:
 
     def join(self, meeting: Meeting, rank: int) -> None:
         self.rank, self.group = rank, join(meeting, rank)
-        self.buffer = torch.ones(CHUNK, dtype=torch.uint8)
+        self.buffer = torch.ones(0, dtype=torch.uint8)
 
     def move(self, size: int, message: int) -> float:
+        if len(self.buffer) < size:  # weights are not in a core's cache either
+            self.buffer = torch.ones(size, dtype=torch.uint8)
         begun = time.perf_counter()
         for start in range(0, size, message):
-            part = [self.buffer[: min(message, size - start)]]
+            part = [self.buffer[start : start + min(message, size - start)]]
             (self.group.recv(part, 0, 0) if self.rank else self.group.send(part, 1, 0)).wait()
         return time.perf_counter() - begun
 
