@@ -6,7 +6,7 @@ sequence, once a layer; what samples of one prompt have in common is read once. 
 cache is bfloat16: the products are then exact, and only the result is rounded. Cross attention, encoders, long prefills and sliding
 windows with a cache of their own go the old way.
 
-SGLang loads this, and with it `megarl.cpu.memory` and `megarl.cpu.threads`, in each of its processes through the entry point group
+SGLang loads this, and with it `memory`, `rotary` and `threads` of this package, in each of its processes through the entry point group
 `sglang.srt.plugins`. It does nothing where CUDA is.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from megarl.cpu import memory, threads
+from megarl.cpu import memory, rotary, threads
 
 LONGEST_PREFILL = 1024  # tokens; beyond it the loop over sequences costs little, and padding much
 
@@ -29,6 +29,7 @@ def activate() -> None:
         return
     memory.activate()
     threads.activate()
+    rotary.activate()
     from sglang.srt.layers.attention import attention_registry
 
     attention_registry.ATTENTION_BACKENDS["torch_native"] = _create

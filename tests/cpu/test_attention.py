@@ -178,6 +178,21 @@ def test_sglang_loads_the_plugins_and_its_backend_gives_the_same_numbers():
         memory_pool._set_kv_buffer_impl(k, v, keys, values, at, 48, torch.float32, None, 40_000)
         assert torch.equal(keys[at], k) and torch.equal(values[at], v) and int((keys != 0).any(-1).any(-1).sum()) == 3
         assert torch.get_num_threads() == 2
+        # rotary embeddings, of whole heads and of a part, to the bit
+        from sglang.srt.layers.rotary_embedding import RotaryEmbedding
+        from megarl.cpu import rotary
+        turned, turn = [], rotary.turn
+        rotary.turn = lambda x, *rest: (turned.append(x.shape), turn(x, *rest))[1]
+        for dtype, size, halves in ((torch.float32, 24, True), (torch.bfloat16, 16, True), (torch.bfloat16, 24, False)):
+            layer = RotaryEmbedding(24, size, 64, 10_000, halves, dtype)
+            places, both = torch.tensor([63, 0, 17, 17, 5]), torch.randn(5, 8 * 24).to(dtype)
+            query, key = both.split([6 * 24, 2 * 24], dim=1)
+            plain = RotaryEmbedding.forward_native.__wrapped__
+            for _ in range(2):
+                for ours, theirs in zip(layer(places, query, key), plain(layer, places, query, key), strict=True):
+                    assert torch.equal(ours, theirs) and not torch.equal(ours, query[:, : ours.shape[1]])
+                layer.cos_sin_cache = layer.cos_sin_cache.flip(0)  # another table
+        assert len(turned) == 8, turned
         print("same")
     """
     done = subprocess.run(
