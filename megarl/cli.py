@@ -68,7 +68,8 @@ def _run(argv: Sequence[str] | None) -> int:
     parser = _parser()
     args, later = parser.parse_known_args(argv)
     if later and (not hasattr(args, "overrides") or any(text.startswith("-") for text in later)):
-        parser.error(f"unrecognized arguments: {' '.join(later)}")
+        said = args.unknown(later) if hasattr(args, "unknown") else f"unrecognized arguments: {' '.join(later)}"
+        parser.error(said)
     if later:  # settings that stand behind options
         args.overrides += later
     return guarded(args.what, lambda: args.command(args))

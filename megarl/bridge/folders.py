@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -46,7 +47,10 @@ def new_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
 
 
 def clear_unfinished(target: Path) -> None:
-    """Removes what killed builds of `target` left behind; only for a caller that knows that no build is going on."""
-    for suffix in ("tmp", "old"):
-        for leftover in target.parent.glob(f"{target.name}.{suffix}-*"):
+    """Removes what killed builds of `target` left behind, which is named after a process that is no more; only for a caller that knows
+    that no build is going on."""
+    ours = re.compile(rf"{re.escape(target.name)}\.(tmp|old)-(\d+)(-\w+)?")
+    for leftover in target.parent.iterdir():
+        found = ours.fullmatch(leftover.name)
+        if found and not Path(f"/proc/{found.group(2)}").exists():
             shutil.rmtree(leftover, ignore_errors=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,18 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     inspect.set_defaults(command=_inspect, what="convert inspect")
 
 
+_LAYOUT = re.compile(r"--(.*parallel|(.*-)?(tp|pp|ep|cp|etp|vpp)\b)")  # as other tools name it
+NO_LAYOUT = "a torch_dist checkpoint is loaded in any layout, so none is given"
+
+
+def unknown(arguments: Sequence[str]) -> str:
+    """What to say of arguments that a conversion does not know."""
+    hint = f" ({NO_LAYOUT})" if any(map(_LAYOUT.match, arguments)) else ""
+    return f"unrecognized arguments: {' '.join(arguments)}{hint}"
+
+
 def _conversion(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(unknown=unknown)
     parser.add_argument("source", type=Path, metavar="SOURCE", help="what is read")
     parser.add_argument("target", type=Path, metavar="TARGET", help="the folder to make; it is never overwritten")
     parser.add_argument("--dtype", choices=DTYPES, help="of the target (default: every tensor keeps its own)")

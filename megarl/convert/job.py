@@ -64,7 +64,7 @@ def carry_out(job: Job[Item, File], target: Path, among: Processes, *, show: boo
     companions(job.origin.texts)  # complains now of what `finish` could not copy
     mine = list(job.files)[among.rank :: among.world]
     try:
-        with unfinished(target, plan, among) as growing:
+        with unfinished(target, plan, among, show=show and among.first) as growing:
             if show and among.first:
                 for note in job.origin.notes:
                     tell(f"note: {note}")

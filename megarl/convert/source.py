@@ -22,6 +22,7 @@ from megarl.bridge.quantised import QuantisedReader
 from megarl.bridge.raw_io import Run, reading
 from megarl.bridge.torch_dist import CONFIG, DistReader, is_checkpoint, resolve
 from megarl.convert.carried import CarriedReader
+from megarl.convert.unfinished import said_of
 from megarl.errors import UserError
 
 
@@ -119,6 +120,8 @@ def _hf(folder: Path) -> Source:
     if is_checkpoint(folder):
         raise UserError(f"{folder} is a checkpoint of Megatron, not a Hugging Face folder.")
     if not folder.is_dir():
+        if said := said_of(folder):
+            raise UserError(said)
         known = str(folder) in models.names()
         hint = f" `megarl models get {folder}` makes one of the model that megarl knows by that name." if known else ""
         raise UserError(f"There is no model folder {folder}.{hint}")
@@ -177,7 +180,9 @@ def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 
 def _look_inside(folder: Path) -> None:
     """Raises UserError for a folder that is no model but has some in it, that of a run or of one of its checkpoints, or only
-    adapters."""
+    adapters, or for one that is not finished."""
+    if said := said_of(folder):
+        raise UserError(said)
     if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
         raise UserError(
             f"{folder} holds adapters (LoRA), not a model: merge them into theirs first (peft's merge_and_unload)."

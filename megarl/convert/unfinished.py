@@ -19,6 +19,14 @@ from megarl.errors import RunError, UserError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # of a disk that may take it at another time
 _NAMES = ("lock", "files", "done", "plan.json")
+_PREFIX, _SUFFIX = ".", ".unfinished"
+_CHANGED = {  # parts of a plan
+    "kind": "in the other direction",
+    "source": "from another source, or one that has changed since",
+    "dtype": "with another --dtype",
+    "shard_bytes": "with another --shard-gb",
+    "allow_nonfinite": "with another --allow-nonfinite",
+}
 
 
 class Unfinished:
@@ -32,7 +40,7 @@ class Unfinished:
 
     def __init__(self, target: Path):
         self.target = Path(os.path.realpath(target))
-        self.root = self.target.parent / f".{self.target.name}.unfinished"
+        self.root = self.target.parent / f"{_PREFIX}{self.target.name}{_SUFFIX}"
         self.lock, self.files, self._done, self._plan = (self.root / name for name in _NAMES)
         self._made: list[Path] = []
 
@@ -59,6 +67,10 @@ class Unfinished:
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
+    def count(self) -> int:
+        """Of finished files."""
+        return len(list(self._done.glob("*.json")))
+
     def left(self, names: list[str], *, show: bool) -> list[str]:
         """Those of a process's files that are not finished; `show`: it says so where some are."""
         left = [name for name in names if self.record(name) is None]
@@ -84,14 +96,17 @@ class Unfinished:
         aside.write_text(json.dumps(record), encoding="utf-8")
         aside.rename(path)
 
-    def begin(self, plan: Mapping[str, Any]) -> None:
-        """Makes the folder, or takes up one that was left with the same plan."""
+    def begin(self, plan: Mapping[str, Any], *, show: bool) -> None:
+        """Makes the folder, or takes up one that was left with the same plan; `show`: it says so where one of another is lost."""
         try:
             kept = json.loads(self._plan.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             kept = None
         try:
             if kept != plan:
+                if show and isinstance(kept, dict) and (lost := self.count()):
+                    how = [said for part, said in _CHANGED.items() if kept.get(part) != plan.get(part)]
+                    tell(f"beginning anew: the {lost} files that are there already were made {' and '.join(how)}")
                 for path in (self.files, self._done):
                     shutil.rmtree(path, ignore_errors=True)
                 self._plan.write_text(json.dumps(plan), encoding="utf-8")
@@ -146,7 +161,7 @@ class Unfinished:
 
 
 @contextmanager
-def unfinished(target: Path, plan: Mapping[str, Any], among: Processes) -> Iterator[Unfinished]:
+def unfinished(target: Path, plan: Mapping[str, Any], among: Processes, *, show: bool = False) -> Iterator[Unfinished]:
     """The folder to write in, for all processes; it is kept after a kill or a full disk, and thrown away where the input is wrong.
 
     The first process makes it while nobody else has its lock, then all share the lock for as long as they live: so nobody takes the
@@ -160,7 +175,7 @@ def unfinished(target: Path, plan: Mapping[str, Any], among: Processes) -> Itera
             problem: BaseException | None = None
             try:
                 if turn:
-                    lock = _begun(growing, plan) if among.first else _joined(growing)
+                    lock = _begun(growing, plan, show) if among.first else _joined(growing)
             except (UserError, OSError) as error:
                 problem = error if isinstance(error, UserError) else _cannot(target, error)
             among.agree(problem)
@@ -174,7 +189,7 @@ def unfinished(target: Path, plan: Mapping[str, Any], among: Processes) -> Itera
             os.close(lock)
 
 
-def _begun(growing: Unfinished, plan: Mapping[str, Any]) -> int:
+def _begun(growing: Unfinished, plan: Mapping[str, Any], show: bool) -> int:
     """The lock, shared, of a folder that was made or taken up while nobody else had it."""
     _demand_free(growing)
     if said := growing.foreign():
@@ -189,7 +204,7 @@ def _begun(growing: Unfinished, plan: Mapping[str, Any]) -> int:
         raise
     try:
         _demand_free(growing)  # nobody has finished it since
-        growing.begin(plan)
+        growing.begin(plan, show=show)
         _lock(lock, fcntl.LOCK_SH, growing)
     except BaseException:
         os.close(lock)
@@ -269,6 +284,21 @@ def _synced(path: Path) -> None:
         os.fsync(file)
     finally:
         os.close(file)
+
+
+def said_of(folder: Path) -> str | None:
+    """A sentence where a folder, or what stands in its place so far, is of a conversion that was not finished."""
+    name = folder.absolute().name
+    if name.startswith(_PREFIX) and name.endswith(_SUFFIX):
+        folder = folder.absolute().with_name(name.removeprefix(_PREFIX).removesuffix(_SUFFIX))
+    growing = Unfinished(folder)
+    if growing.target.exists() or not growing.lock.is_file() or growing.foreign():
+        return None
+    done = growing.count()
+    return (
+        f"{growing.target} is not finished: {growing.root} holds {done} of its files; the same conversion started again goes on with "
+        "them, and who does not want it may remove that folder."
+    )
 
 
 def not_written(target: Path, error: OSError) -> RunError:

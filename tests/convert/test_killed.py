@@ -21,6 +21,8 @@ from megarl.bridge.hf_io import INDEX, HFWriter, companions, copy_texts
 from megarl.bridge.model_map import ModelMap
 from megarl.convert import unfinished
 from megarl.convert.hf_to_megatron import hf_to_megatron
+from megarl.convert.inspect import inspect
+from megarl.convert.source import open_source
 from megarl.convert.unfinished import Unfinished
 from megarl.convert.verify import verify
 from megarl.convert.work import Options
@@ -140,6 +142,36 @@ def test_what_was_begun_from_other_weights_is_begun_anew(
     change(weights)
     hf_to_megatron(first, target, options, show=False)
     assert verify(first, target, show=False).differences == []
+
+
+def test_what_is_begun_anew_is_told_with_why(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "target"
+    changes = {
+        "with another --dtype": Options(shard_bytes=300_000, dtype=torch.bfloat16),
+        "with another --shard-gb and with another --allow-nonfinite": Options(allow_nonfinite=True),
+    }
+    for why, options in changes.items():
+        stopped(hf, target, Options(shard_bytes=300_000))
+        hf_to_megatron(hf, target, options)
+        assert f"beginning anew: the 2 files that are there already were made {why}\n" in capsys.readouterr().err
+        shutil.rmtree(target)
+    stopped(hf, target, Options(shard_bytes=300_000))
+    other = shutil.copytree(hf, tmp_path / "other")
+    hf_to_megatron(other, target, Options(shard_bytes=300_000), show=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_what_is_not_finished_is_told_where_a_model_is_looked_for(hf: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    stopped(hf, target, Options(shard_bytes=300_000))
+    for folder in (target, tmp_path / ".target.unfinished"):
+        for look in (inspect, open_source, lambda path: verify(hf, path, show=False)):
+            with pytest.raises(
+                UserError, match=r"target is not finished: .*/\.target\.unfinished holds 2 of its files"
+            ):
+                look(folder)
+    hf_to_megatron(hf, target, Options(shard_bytes=300_000), show=False)
+    assert open_source(target).kind == "megatron"
 
 
 def stopped(source: Path, target: Path, options: Options) -> None:
