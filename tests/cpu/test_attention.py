@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import textwrap
 
 import pytest
 import torch
@@ -119,84 +118,89 @@ def test_what_is_not_seen_does_not_matter():
     assert torch.equal(first, second)
 
 
+# Run in a process of its own, as SGLang's: entry points, registry, and both backends on one batch.
+_ATTENTION = """
+from megarl.cpu import enter_sglang
+assert enter_sglang()
+import torch
+from types import SimpleNamespace as Some
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.layers.attention import attention_registry
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers import sampler
+torch.manual_seed(0)
+keys, values = torch.randn(2, 200, 2, 24)
+table = torch.randperm(200)[:180].view(3, 60).int()
+pool = Some(get_key_buffer=lambda layer: keys, get_value_buffer=lambda layer: values)
+runner = Some(device="cpu", req_to_token_pool=Some(req_to_token=table), token_to_kv_pool=pool)
+ours, theirs = attention_registry.ATTENTION_BACKENDS["torch_native"](runner), TorchNativeAttnBackend(runner)
+assert type(ours).__name__ == "BatchedAttention"
+layer = Some(qk_head_dim=24, v_head_dim=24, tp_q_head_num=6, tp_k_head_num=2, is_cross_attention=False, layer_id=0,
+             attn_type=None, scaling=24**-0.5, sliding_window_size=None)
+lengths, new = torch.tensor([60, 7, 31]), torch.tensor([20, 7, 1])
+mode = Some(is_decode=lambda: False)
+batch = Some(encoder_lens=None, seq_lens=lengths, req_pool_indices=torch.tensor([2, 0, 1]), forward_mode=mode,
+             extend_seq_lens=new, extend_prefix_lens=lengths - new, out_cache_loc=None, encoder_out_cache_loc=None)
+for window in (None, 8):
+    layer.sliding_window_size = window
+    for method, tokens in (("forward_extend", 28), ("forward_decode", 3)):
+        mode.is_decode = lambda: method == "forward_decode"
+        query = torch.randn(tokens, 6 * 24)
+        results = []
+        for backend in (ours, theirs):
+            backend.init_forward_metadata(batch)
+            results.append(getattr(backend, method)(query, None, None, layer, batch))
+        assert list(ours.plans) == [window]  # not the old way
+        assert (results[0] - results[1]).abs().max() < 2e-6, (method, window)
+probs = torch.zeros(5, 300); probs[:, 7] = 1
+torch.multinomial = None  # must not be called
+where = dict(sampling_seed=torch.arange(5), positions=torch.arange(5))
+assert sampler.sampling_from_probs_torch(probs, **where).tolist() == [7] * 5
+cut = torch.full((5,), 3), torch.full((5,), 0.9), torch.full((5,), 0.1)
+filtered = sampler.top_k_top_p_min_p_sampling_from_probs_torch
+assert filtered(probs, *cut, True, **where).tolist() == [7] * 5
+"""
+# Then: what runs on one thread, and in fewer operations.
+_LAYERS = """
+# small operations on one thread: real layers and the real store, which tell of the threads they have
+from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.mem_cache import memory_pool
+torch.set_num_threads(2)
+norm, seen = RMSNorm(24), []
+inside = norm.forward_native
+norm._forward_method = lambda *args: (seen.append(torch.get_num_threads()), inside(*args))[1]
+x = torch.randn(5, 24)
+with torch.no_grad():
+    assert torch.equal(norm(x), inside(x)) and norm(torch.randn(30_000, 24)).shape == (30_000, 24)
+assert seen == [1, 2], seen
+keys, values, k, v = torch.zeros(40_000, 2, 24), torch.zeros(40_000, 2, 24), torch.randn(3, 2, 24), torch.randn(3, 2, 24)
+at = torch.tensor([7, 0, 39_000])
+memory_pool._set_kv_buffer_impl(k, v, keys, values, at, 48, torch.float32, None, 40_000)
+assert torch.equal(keys[at], k) and torch.equal(values[at], v) and int((keys != 0).any(-1).any(-1).sum()) == 3
+assert torch.get_num_threads() == 2
+# rotary embeddings, of whole heads and of a part, to the bit
+from sglang.srt.layers.rotary_embedding import RotaryEmbedding
+from megarl.cpu import rotary
+turned, turn = [], rotary.turn
+rotary.turn = lambda x, *rest: (turned.append(x.shape), turn(x, *rest))[1]
+for dtype, size, halves in ((torch.float32, 24, True), (torch.bfloat16, 16, True), (torch.bfloat16, 24, False)):
+    layer = RotaryEmbedding(24, size, 64, 10_000, halves, dtype)
+    places, both = torch.tensor([63, 0, 17, 17, 5]), torch.randn(5, 8 * 24).to(dtype)
+    query, key = both.split([6 * 24, 2 * 24], dim=1)
+    plain = RotaryEmbedding.forward_native.__wrapped__
+    for _ in range(2):
+        for ours, theirs in zip(layer(places, query, key), plain(layer, places, query, key), strict=True):
+            assert torch.equal(ours, theirs) and not torch.equal(ours, query[:, : ours.shape[1]])
+        layer.cos_sin_cache = layer.cos_sin_cache.flip(0)  # another table
+assert len(turned) == 8, turned
+print("same")
+"""
+
+
 def test_sglang_loads_the_plugins_and_its_backend_gives_the_same_numbers():
-    """In a process of its own, as SGLang's: entry points, registry, and both backends on one batch."""
-    code = """
-        from megarl.cpu import enter_sglang
-        assert enter_sglang()
-        import torch
-        from types import SimpleNamespace as Some
-        from sglang.srt.plugins import load_plugins
-        load_plugins()
-        from sglang.srt.layers.attention import attention_registry
-        from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-        from sglang.srt.layers import sampler
-        torch.manual_seed(0)
-        keys, values = torch.randn(2, 200, 2, 24)
-        table = torch.randperm(200)[:180].view(3, 60).int()
-        pool = Some(get_key_buffer=lambda layer: keys, get_value_buffer=lambda layer: values)
-        runner = Some(device="cpu", req_to_token_pool=Some(req_to_token=table), token_to_kv_pool=pool)
-        ours, theirs = attention_registry.ATTENTION_BACKENDS["torch_native"](runner), TorchNativeAttnBackend(runner)
-        assert type(ours).__name__ == "BatchedAttention"
-        layer = Some(qk_head_dim=24, v_head_dim=24, tp_q_head_num=6, tp_k_head_num=2, is_cross_attention=False, layer_id=0,
-                     attn_type=None, scaling=24**-0.5, sliding_window_size=None)
-        lengths, new = torch.tensor([60, 7, 31]), torch.tensor([20, 7, 1])
-        mode = Some(is_decode=lambda: False)
-        batch = Some(encoder_lens=None, seq_lens=lengths, req_pool_indices=torch.tensor([2, 0, 1]), forward_mode=mode,
-                     extend_seq_lens=new, extend_prefix_lens=lengths - new, out_cache_loc=None, encoder_out_cache_loc=None)
-        for window in (None, 8):
-            layer.sliding_window_size = window
-            for method, tokens in (("forward_extend", 28), ("forward_decode", 3)):
-                mode.is_decode = lambda: method == "forward_decode"
-                query = torch.randn(tokens, 6 * 24)
-                results = []
-                for backend in (ours, theirs):
-                    backend.init_forward_metadata(batch)
-                    results.append(getattr(backend, method)(query, None, None, layer, batch))
-                assert list(ours.plans) == [window]  # not the old way
-                assert (results[0] - results[1]).abs().max() < 2e-6, (method, window)
-        probs = torch.zeros(5, 300); probs[:, 7] = 1
-        torch.multinomial = None  # must not be called
-        where = dict(sampling_seed=torch.arange(5), positions=torch.arange(5))
-        assert sampler.sampling_from_probs_torch(probs, **where).tolist() == [7] * 5
-        cut = torch.full((5,), 3), torch.full((5,), 0.9), torch.full((5,), 0.1)
-        filtered = sampler.top_k_top_p_min_p_sampling_from_probs_torch
-        assert filtered(probs, *cut, True, **where).tolist() == [7] * 5
-        # small operations on one thread: real layers and the real store, which tell of the threads they have
-        from sglang.srt.layers.layernorm import RMSNorm
-        from sglang.srt.mem_cache import memory_pool
-        torch.set_num_threads(2)
-        norm, seen = RMSNorm(24), []
-        inside = norm.forward_native
-        norm._forward_method = lambda *args: (seen.append(torch.get_num_threads()), inside(*args))[1]
-        x = torch.randn(5, 24)
-        with torch.no_grad():
-            assert torch.equal(norm(x), inside(x)) and norm(torch.randn(30_000, 24)).shape == (30_000, 24)
-        assert seen == [1, 2], seen
-        keys, values, k, v = torch.zeros(40_000, 2, 24), torch.zeros(40_000, 2, 24), torch.randn(3, 2, 24), torch.randn(3, 2, 24)
-        at = torch.tensor([7, 0, 39_000])
-        memory_pool._set_kv_buffer_impl(k, v, keys, values, at, 48, torch.float32, None, 40_000)
-        assert torch.equal(keys[at], k) and torch.equal(values[at], v) and int((keys != 0).any(-1).any(-1).sum()) == 3
-        assert torch.get_num_threads() == 2
-        # rotary embeddings, of whole heads and of a part, to the bit
-        from sglang.srt.layers.rotary_embedding import RotaryEmbedding
-        from megarl.cpu import rotary
-        turned, turn = [], rotary.turn
-        rotary.turn = lambda x, *rest: (turned.append(x.shape), turn(x, *rest))[1]
-        for dtype, size, halves in ((torch.float32, 24, True), (torch.bfloat16, 16, True), (torch.bfloat16, 24, False)):
-            layer = RotaryEmbedding(24, size, 64, 10_000, halves, dtype)
-            places, both = torch.tensor([63, 0, 17, 17, 5]), torch.randn(5, 8 * 24).to(dtype)
-            query, key = both.split([6 * 24, 2 * 24], dim=1)
-            plain = RotaryEmbedding.forward_native.__wrapped__
-            for _ in range(2):
-                for ours, theirs in zip(layer(places, query, key), plain(layer, places, query, key), strict=True):
-                    assert torch.equal(ours, theirs) and not torch.equal(ours, query[:, : ours.shape[1]])
-                layer.cos_sin_cache = layer.cos_sin_cache.flip(0)  # another table
-        assert len(turned) == 8, turned
-        print("same")
-    """
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
+        [sys.executable, "-W", "ignore", "-c", _ATTENTION + _LAYERS],
         check=False,
         capture_output=True,
         text=True,
