@@ -15,9 +15,9 @@ import torch
 _PIECE = 4 << 20  # bytes
 
 
-def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy the second tensor of each pair into the first, on as many threads as torch computes on. Both are of one shape and lie in
-    host memory; no two targets overlap."""
+def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], threads: int | None = None) -> None:
+    """Copy the second tensor of each pair into the first, on so many threads (None: as many as torch computes on). Both are of one
+    shape; no two targets overlap."""
     pieces = list(_pieces(pairs))
     todo = iter(pieces)  # taking the next is one step of the interpreter: no two threads get the same
 
@@ -25,7 +25,7 @@ def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         for there, here, size in todo:
             ctypes.memmove(there, here, size)  # lets go of the interpreter meanwhile
 
-    threads = min(torch.get_num_threads(), len(pieces))
+    threads = min(threads or torch.get_num_threads(), len(pieces))
     if threads < 2:
         work(0)
         return
@@ -38,7 +38,8 @@ def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
 def _pieces(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[tuple[int, int, int]]:
     """Address of the target, of the source, bytes. What is more than a copy of bytes is done at once."""
     for there, here in pairs:
-        if there.dtype != here.dtype or not (there.is_contiguous() and here.is_contiguous()):
+        alike = there.dtype == here.dtype and there.is_cpu and here.is_cpu
+        if not (alike and there.is_contiguous() and here.is_contiguous()):
             there.copy_(here)
             continue
         to, source, size = there.data_ptr(), here.data_ptr(), there.nbytes

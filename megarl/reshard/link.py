@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.reshard.bucket import ALIGN, BucketTensor
+from megarl.reshard.copying import copy_all
 from megarl.reshard.exposure import meeting
 
 Region = tuple[tuple[int, int, int], ...]  # (start, stop, step) along each dimension of a checkpoint's tensor
@@ -167,8 +168,8 @@ class Outlet:
                 self._begin(_bytes(source), number, turn)
             else:
                 self._begin(_bytes(_view(buffer, piece).copy_(source)), number, turn)
-        for piece in layout.together:
-            _view(buffer, piece).copy_(slices[piece.name][piece.number])
+        # On one thread: what was begun keeps the other cores busy.
+        copy_all(((_view(buffer, piece), slices[piece.name][piece.number]) for piece in layout.together), threads=1)
         if layout.packed:
             self._begin(buffer[: layout.packed], 0, turn)
 
@@ -191,7 +192,7 @@ class Outlet:
 
     def _wait(self, turn: int) -> None:
         works, self._under_way[turn] = self._under_way[turn], []
-        for partner, work in works:
+        for partner, work in reversed(works):  # as they end in order, one sleep
             try:
                 work.wait()
             except RuntimeError:
@@ -210,22 +211,42 @@ class Inlet:
         self._layouts = [[_layout(tensors, regions) for regions in sources] for tensors in plan]
         self._turn = 0
         self._coming: _Coming | None = None
+        self._parts: Mapping[str, Part] = {}  # of the last update
+        self._targets: dict[_Piece, _Target | None] = {}  # where pieces go among them; None: nowhere
 
     def receive(self, number: int) -> dict[str, torch.Tensor]:
         """Bucket `number`'s tensors, valid until the bucket after the next is asked for. Meanwhile the next one may come."""
         return self._assemble(number, self._next(number, {}))
 
     def receive_into(self, number: int, parts: Mapping[str, Part]) -> None:
-        """Put bucket `number` to its places among the `parts` that an engine's rank holds. Meanwhile the next one may come."""
+        """Put bucket `number` to its places among the `parts` that an engine's rank holds. Meanwhile the next one may come. Given the
+        same `parts` as before, their tensors lie where they did."""
+        if parts is not self._parts:
+            self._parts, self._targets = parts, {}
+        pairs = []
         for piece, came in self._next(number, parts):
+            if target := self._target(piece, parts):
+                pairs.append((target.view, came[target.common]))
+        copy_all(pairs, threads=1)
+
+    def _target(self, piece: _Piece, parts: Mapping[str, Part]) -> _Target | None:
+        if piece not in self._targets:
             part = parts[piece.name]
-            if common := _meeting(piece, part):
-                part.view[common[1]].copy_(came[common[0]])
+            common = meeting(_slices(piece.region), part.origin, part.view.shape)
+            self._targets[piece] = None if common is None else _Target(part.view[common[1]], common[0])
+        return self._targets[piece]
+
+    def _place(self, piece: _Piece, parts: Mapping[str, Part]) -> torch.Tensor | None:
+        """Where a piece can be received as a whole, and nowhere else."""
+        target = self._target(piece, parts) if piece.name in parts else None
+        if target is None or piece.dtype != target.view.dtype or tuple(target.view.shape) != piece.shape:
+            return None
+        return target.view if target.view.is_contiguous() else None
 
     def _next(self, number: int, parts: Mapping[str, Part]) -> list[tuple[_Piece, torch.Tensor]]:
         """What bucket `number` brings that is not in its place among `parts` already."""
         coming = self._coming if self._coming is not None else self._begin(number, parts)
-        for work in coming.works:
+        for work in reversed(coming.works):  # they end in order: one sleep instead of one for each
             work.wait()
         self._coming = self._begin(number + 1, parts) if number + 1 < len(self._plan) else None
         return coming.pieces
@@ -235,7 +256,7 @@ class Inlet:
         self._turn += 1
         coming = _Coming([], [])
         for source, layout in enumerate(self._layouts[number]):
-            places = {piece: _place(piece, parts[piece.name]) for piece in layout.alone if piece.name in parts}
+            places = {piece: self._place(piece, parts) for piece in layout.alone}
             in_place = {piece: place for piece, place in places.items() if place is not None}
             buffer = self._buffers.get(
                 source, turn, layout.packed if len(in_place) == len(layout.alone) else layout.size
@@ -267,6 +288,13 @@ class Inlet:
         return {item.name: found[item.name] for item in tensors}
 
 
+class _Target(NamedTuple):
+    """Of a piece, among what an engine's rank holds."""
+
+    view: torch.Tensor
+    common: tuple[slice, ...]  # what of the piece goes there
+
+
 class _Coming(NamedTuple):
     """A bucket under way."""
 
@@ -276,16 +304,3 @@ class _Coming(NamedTuple):
 
 def _slices(region: Region) -> tuple[slice, ...]:
     return tuple(slice(*ends) for ends in region)
-
-
-def _meeting(piece: _Piece, part: Part) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    return meeting(_slices(piece.region), part.origin, part.view.shape)
-
-
-def _place(piece: _Piece, part: Part) -> torch.Tensor | None:
-    """Where a piece can be received as a whole, and nowhere else."""
-    common = _meeting(piece, part)
-    if common is None or piece.dtype != part.view.dtype:
-        return None
-    place = part.view[common[1]]
-    return place if tuple(place.shape) == piece.shape and place.is_contiguous() else None

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,6 +38,8 @@ _NOTHING: dict[str, Any] = {"parts": [], "expected": [], "seconds": {"load": 0.0
 
 # Of this scheduler:
 _inlet: Inlet | None = None  # where weights come as messages
+_linked: torch.nn.Module | None = None  # whose
+_known: _Places | None = None  # of the last update that came so
 _memory: Memory | None = None  # where ranks write into its weights
 
 
@@ -119,17 +121,26 @@ def _offer_finish() -> None:
 
 
 def finish(scheduler: Any, request: str, version: str) -> None:
-    """A method of SGLang's scheduler that ends an update in which weights were written in place: what was cached under the old ones is
-    forgotten, fingerprints are taken as `request` asks, and the new ones get their version. The outcome is in its report."""
+    """A method of SGLang's scheduler that ends an update in which weights were written in place, or that is all of one in which they
+    come there as messages: what was cached under the old ones is forgotten, `request` is done, and the new ones get their version. The
+    outcome is in its report."""
     from sglang.srt.runtime_context import get_parallel
 
     path = Path(request)
     if scheduler.flush_cache(empty_cache=False):
-        report = _reported(lambda: _proved(json.loads(path.read_text())["prove"]))
+        report = _reported(lambda: _finished(json.loads(path.read_text())))
         scheduler.record_weight_version_change(version)
     else:
         report = {"error": "the cache of the old weights was not flushed: responses are still being sampled"}
     _write_report(path, get_parallel().tp_rank, report)
+
+
+def _finished(request: dict[str, Any]) -> dict[str, Any]:
+    if "prove" in request:
+        return _proved(request["prove"])
+    if _linked is None:
+        raise RunError("nothing was linked that weights could come from")
+    return load_buckets(_linked, [BucketSpec.from_json(text) for text in request["buckets"]], None, 0)
 
 
 def load(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
@@ -168,7 +179,7 @@ def _ask_once() -> None:
 
 
 def _done(model: torch.nn.Module, request: dict[str, Any], rank: int) -> dict[str, Any]:
-    global _inlet, _memory
+    global _inlet, _linked, _memory
     if "prove" in request:
         return _proved(request["prove"])
     if "reach" in request:
@@ -190,7 +201,8 @@ def _done(model: torch.nn.Module, request: dict[str, Any], rank: int) -> dict[st
         for source in asked["sources"]
     ]
     plan = [[BucketTensor.of(item) for item in tensors] for tensors in asked["plan"]]
-    _inlet = Inlet(Meeting(**asked["meeting"]), asked["first"] + rank, sources, plan)
+    _inlet, _linked = Inlet(Meeting(**asked["meeting"]), asked["first"] + rank, sources, plan), model
+    _offer_finish()
     return _NOTHING
 
 
@@ -215,10 +227,10 @@ def load_buckets(
     A bucket has whole tensors: SGLang's own loader takes this rank's part of each. `control`: of a stream, in which this rank is
     loader number `me`. What the model holds is read back when all of a bucket was loaded.
     """
-    own = shards_of(model)
-    held = {item.name: _fitting(own, item) for bucket in buckets for item in bucket.tensors}
     if any(bucket.in_place for bucket in buckets):
-        return _received(buckets, held) | {"expected": list(own)}
+        return _received(model, buckets)
+    own = shards_of(model)
+    held = _held(own, buckets)
     apart = {name for name in held if name.endswith(fp8.SCALES)} if scales.lost(model) else set()
     parts: list[tuple[str, list[int], int]] = []
     spent = {"wait": 0.0, "prove": 0.0}
@@ -249,17 +261,44 @@ def load_buckets(
     return {"parts": parts, "expected": list(own), "seconds": seconds}
 
 
-def _received(buckets: Sequence[BucketSpec], held: dict[str, Shard]) -> dict[str, Any]:
+class _Places(NamedTuple):
+    """Where a model has what buckets bring. To find out takes long beside a small model's update, and it seldom changes."""
+
+    addresses: list[int]  # of the model's parameters
+    tensors: list[tuple[BucketTensor, ...]]  # of the buckets
+    parts: dict[str, Part]
+    expected: list[str]
+
+
+def _places(model: torch.nn.Module, buckets: Sequence[BucketSpec]) -> _Places:
+    global _known
+    addresses = [parameter.data_ptr() for parameter in model.parameters()]
+    tensors = [tuple(bucket.tensors) for bucket in buckets]
+    if _known is None or (_known.addresses, _known.tensors) != (addresses, tensors):
+        own = shards_of(model)
+        parts = {name: Part(shard.view, shard.origin) for name, shard in _held(own, buckets).items()}
+        _known = _Places(addresses, tensors, parts, list(own))
+    return _known
+
+
+def _received(model: torch.nn.Module, buckets: Sequence[BucketSpec]) -> dict[str, Any]:
     """Let messages put their buckets straight into this rank's shards."""
     assert _inlet is not None
-    begun, spent, parts = time.perf_counter(), 0.0, []
-    places = {name: Part(shard.view, shard.origin) for name, shard in held.items()}
+    begun, spent, prints = time.perf_counter(), 0.0, []
+    places = _places(model, buckets)
     for bucket in buckets:
-        _inlet.receive_into(int(bucket.number), places)  # type: ignore[arg-type]
+        _inlet.receive_into(int(bucket.number), places.parts)  # type: ignore[arg-type]
         proving = time.perf_counter()
-        parts += [(name, held[name].origin, partial(held[name].view, held[name].origin)) for name in bucket.prove]
+        for name in bucket.prove:
+            view, origin = places.parts[name]
+            prints.append((name, origin, partial(view, origin)))
         spent += time.perf_counter() - proving
-    return {"parts": parts, "seconds": {"load": time.perf_counter() - begun - spent, "prove": spent}}
+    seconds = {"load": time.perf_counter() - begun - spent, "prove": spent}
+    return {"parts": prints, "expected": places.expected, "seconds": seconds}
+
+
+def _held(own: dict[str, Shard], buckets: Sequence[BucketSpec]) -> dict[str, Shard]:
+    return {item.name: _fitting(own, item) for bucket in buckets for item in bucket.tensors}
 
 
 def _fitting(own: dict[str, Shard], item: BucketTensor) -> Shard:

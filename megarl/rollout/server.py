@@ -91,6 +91,7 @@ class Server(Serving):
         )
         self._exposed = False  # whether ranks can write into its weights
         self._opened = False  # whether SGLang knows of an update: it is told with what else it is told first
+        self._ended = False  # whether it has the new weights' version already
         if settings.quantised:
             self.broken = "it holds linear layers in float8, which its folder does not, and nothing was loaded since it was started"
         self.expected: set[str] = set()
@@ -113,16 +114,21 @@ class Server(Serving):
     def _open_update(self) -> None:
         if "weights" in self.released:
             raise RunError("the memory of its weights is released")
-        self.expected, self.loaded = set(), set()
+        self.expected, self.loaded, self._ended = set(), set(), False
 
     def link(self, meeting: Meeting, first: int, sources: list[Regions], plan: list[list[BucketTensor]]) -> None:
         self._ask(loader.link_request(meeting, first, sources, plan), again=True)
 
     def load_buckets(self, buckets: Sequence[BucketSpec]) -> None:
-        self._take(loader.buckets_request(buckets), buckets)
+        request = loader.buckets_request(buckets)
+        if self._opened or not all(bucket.in_place for bucket in buckets):
+            self._take(self._ask(request), buckets)
+        else:  # all of the update
+            self._take(self._finish(request), buckets)
+            self._ended = True
 
     def load_stream(self, stream: Stream, first: int) -> None:
-        self._take(loader.stream_request(stream, first), stream.buckets)
+        self._take(self._ask(loader.stream_request(stream, first)), stream.buckets)
 
     def reach(self, kind: str, paths: Sequence[str]) -> list[str]:
         return self._ask(loader.reach_request(kind, paths))["refused"]
@@ -132,8 +138,7 @@ class Server(Serving):
         self._exposed = True
         return exposed
 
-    def _take(self, request: str, buckets: Sequence[BucketSpec]) -> None:
-        report = self._ask(request)
+    def _take(self, report: dict[str, Any], buckets: Sequence[BucketSpec]) -> None:
         self.expected |= report["expected"]
         self.loaded.update(item.name for bucket in buckets for item in bucket.tensors)
         self.fingerprints |= report["fingerprints"]
@@ -160,7 +165,7 @@ class Server(Serving):
 
         return self._answered(what, send, again)
 
-    def _finish(self, in_place: Sequence[str]) -> dict[str, Any]:
+    def _finish(self, what: str) -> dict[str, Any]:
         """As the `last` of an update in which SGLang was given nothing: one message instead of the three that it needs for weights."""
 
         def send(request: Path) -> None:
@@ -170,7 +175,7 @@ class Server(Serving):
                 raise RunError(str(error)) from error
             self.engine.tokenizer_manager._update_weight_version_if_provided(str(self.updating))
 
-        return self._answered(loader.prove_request(in_place), send)
+        return self._answered(what, send)
 
     def _answered(self, what: str, send: Callable[[Path], None], again: bool = False) -> dict[str, Any]:
         if self.updating is None:
@@ -193,14 +198,17 @@ class Server(Serving):
             some = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
             self._give_up(f"the update brought no {some}")
             raise RunError(self.broken)
-        if self.updating is not None and not self._opened and (in_place is None or not self._exposed):
+        brought = self._opened or self._ended or (in_place is not None and self._exposed)
+        if self.updating is not None and not brought:
             self._give_up("the update brought no weights")
             raise RunError(self.broken)
-        report = self._ask(loader.prove_request([]), last=True) if self._opened else self._finish(in_place or [])
-        self.seconds["prove"] += report["seconds"]["prove"]
+        if self._opened:
+            self._take(self._ask(loader.prove_request([]), last=True), [])
+        elif not self._ended:
+            self._take(self._finish(loader.prove_request(in_place or [])), [])
         self._close()
         self.version, self.updating = self.updating, None
-        return self.fingerprints | report["fingerprints"]
+        return self.fingerprints
 
     def _give_up(self, why: str) -> None:
         """Leave the update, so that another one can begin; until one succeeds nothing is sampled."""

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from megarl.errors import RunError
+from megarl.reshard.bucket import BucketSpec
 from megarl.reshard.fingerprint import fingerprint, partial
+from megarl.rollout import loader
 from megarl.rollout.exposing import Memory
 from megarl.rollout.loader import read_reports
 from megarl.rollout.shards import Shard
@@ -70,3 +72,18 @@ def test_weights_that_moved_after_they_were_exposed_are_refused():
     model.bias.data = model.bias.data.clone()
     with pytest.raises(RunError, match="the engine's model has moved its weights"):
         memory.check()
+
+
+def test_places_are_found_anew_where_a_model_has_moved_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is known of the last update serves the next one, unless it is of other weights or other buckets."""
+    monkeypatch.setattr(loader, "_known", None)
+    model = torch.nn.Linear(5, 3)
+    tensors = [("weight", torch.float32, (3, 5)), ("bias", torch.float32, (3,))]
+    buckets = [BucketSpec.plan("", tensors)]
+    first = loader._places(model, buckets)
+    assert loader._places(model, [BucketSpec.plan("", tensors)]) is first
+    model.weight.data = model.weight.data.clone()
+    moved = loader._places(model, buckets)
+    assert moved.parts["weight"].view.data_ptr() == model.weight.data_ptr() != first.parts["weight"].view.data_ptr()
+    with pytest.raises(RunError, match="bias came as"):
+        loader._places(model, [BucketSpec.plan("", [("weight", torch.float32, (3, 5)), ("bias", torch.float32, (4,))])])
