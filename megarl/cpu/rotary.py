@@ -1,7 +1,8 @@
 """Rotary embeddings in half of the operations, for SGLang on CPU: the same numbers to the bit.
 
 SGLang looks cosines and sines up, halves queries and keys, makes four products of each and puts them together again, twice: 17
-operations a layer that compute or copy something. Here tables hold them as wide as a head, and the half that is subtracted with its sign.
+operations a layer that compute or copy something. Here tables hold them as wide as a head, and the half that is subtracted with its
+sign.
 
 Loaded with `megarl.cpu.attention`. It does nothing where CUDA is.
 """
