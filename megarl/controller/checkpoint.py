@@ -75,7 +75,7 @@ class Checkpoints:
         target = self._folder / f"{_PREFIX}{step:06d}"
         aside = target.with_name(f".{target.name}.unfinished")
         with writing(aside):
-            for leftover in self._folder.glob(".*.unfinished"):
+            for leftover in self._folder.glob(f".{_PREFIX}*.unfinished"):
                 shutil.rmtree(leftover)
             aside.mkdir(parents=True)
         try:

@@ -39,7 +39,11 @@ def test_numbers_are_those_of_a_run_that_keeps_its_memory(model: Path, tmp_path:
             found[what].append({"samples": [sample["response"] for sample in samples]})
     for what in ("cache", "all"):
         for row, kept in zip(found[what], found["off"], strict=True):
-            assert row == pytest.approx(kept, rel=1e-4, abs=1e-6) if "samples" not in row else row == kept
+            assert row.keys() == kept.keys()
+            # What an engine and its trainer differ by is rounding alone, of which a sequence has as much as its tokens together.
+            slack = {key: 1e-5 if key.startswith("mismatch/") else 1e-6 for key in kept}
+            near = {k: v if k == "samples" else pytest.approx(v, rel=1e-4, abs=slack[k]) for k, v in kept.items()}
+            assert [(what, key, row[key], kept[key]) for key in kept if row[key] != near[key]] == []
     cache, weights = 100_000 * 4 * 2 * 2 * 24 * 4 / 1e9, (model / "model.safetensors").stat().st_size / 1e9
 
     def fallen(what: str, stage: str) -> float:
