@@ -106,7 +106,9 @@ class Unfinished:
             if kept != plan:
                 if show and isinstance(kept, dict) and (lost := self.count()):
                     how = [said for part, said in _CHANGED.items() if kept.get(part) != plan.get(part)]
-                    tell(f"beginning anew: the {lost} files that are there already were made {' and '.join(how) or 'otherwise'}")
+                    tell(
+                        f"beginning anew: the {lost} files that are there already were made {' and '.join(how) or 'otherwise'}"
+                    )
                 for path in (self.files, self._done):
                     shutil.rmtree(path, ignore_errors=True)
                 self._plan.write_text(json.dumps(plan), encoding="utf-8")
