@@ -48,7 +48,9 @@ def new_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
 
 def clear_unfinished(target: Path) -> None:
     """Removes what killed builds of `target` left behind, which is named after a process that is no more; only for a caller that knows
-    that no build is going on."""
+    that no build is going on. Where another process has that number by now it stays: nothing tells it from a build's."""
+    if not target.parent.is_dir():
+        return
     ours = re.compile(rf"{re.escape(target.name)}\.(tmp|old)-(\d+)(-\w+)?")
     for leftover in target.parent.iterdir():
         found = ours.fullmatch(leftover.name)

@@ -25,7 +25,7 @@ _ALIGNED = 4096  # what disks want of offsets and lengths
 _PIECE = 1 << 20  # bytes: stays in a core's cache between reading and being looked at
 _AT_ONCE = (
     512 << 10
-)  # bytes to the page cache: for more it looks for larger pages, which takes three times as long as to copy
+)  # bytes to the page cache: for more it looks for larger pages, which now and then takes far longer than to copy
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE of linux/fs.h: begin, do not wait
 
 Look = Callable[[Tensor], object]

@@ -69,7 +69,7 @@ class Unfinished:
 
     def count(self) -> int:
         """Of finished files."""
-        return len(list(self._done.glob("*.json")))
+        return sum(self.record(path.stem) is not None for path in self._done.glob("*.json"))
 
     def left(self, names: list[str], *, show: bool) -> list[str]:
         """Those of a process's files that are not finished; `show`: it says so where some are."""
@@ -105,10 +105,12 @@ class Unfinished:
         try:
             if kept != plan:
                 if show and isinstance(kept, dict) and (lost := self.count()):
-                    how = [said for part, said in _CHANGED.items() if kept.get(part) != plan.get(part)]
-                    tell(
-                        f"beginning anew: the {lost} files that are there already were made {' and '.join(how) or 'otherwise'}"
+                    files = (
+                        "the file that is there already was"
+                        if lost == 1
+                        else f"the {lost} files that are there already were"
                     )
+                    tell(f"beginning anew: {files} made {_otherwise(kept, plan)}")
                 for path in (self.files, self._done):
                     shutil.rmtree(path, ignore_errors=True)
                 self._plan.write_text(json.dumps(plan), encoding="utf-8")
@@ -289,18 +291,29 @@ def _synced(path: Path) -> None:
 
 
 def said_of(folder: Path) -> str | None:
-    """A sentence where a folder, or what stands in its place so far, is of a conversion that was not finished."""
+    """A sentence where a folder, or what stands in its place so far, is of a conversion that has not finished it."""
     name = folder.absolute().name
     if name.startswith(_PREFIX) and name.endswith(_SUFFIX):
-        folder = folder.absolute().with_name(name.removeprefix(_PREFIX).removesuffix(_SUFFIX))
-    growing = Unfinished(folder)
-    if growing.target.exists() or not growing.lock.is_file() or growing.foreign():
+        name = name.removeprefix(_PREFIX).removesuffix(_SUFFIX)
+    try:
+        growing = Unfinished(folder.absolute().with_name(name))
+        if growing.target.exists() or not growing.lock.is_file() or growing.foreign():
+            return None
+        done = growing.count()
+    except (OSError, ValueError):  # no name of a folder, or one that nobody may look into
         return None
-    done = growing.count()
     return (
-        f"{growing.target} is not finished: {growing.root} holds {done} of its files; the same conversion started again goes on with "
-        "them, and who does not want it may remove that folder."
+        f"{growing.target} is not finished: {growing.root} holds {done} of its files. A conversion is at work on it, or was ended: "
+        "then the same one started again goes on with them, and who does not want it may remove that folder."
     )
+
+
+def _otherwise(kept: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
+    """What makes a plan another one than that which was kept."""
+    how = [said for part, said in _CHANGED.items() if kept.get(part) != plan.get(part)]
+    if kept.get("kind") != plan.get("kind"):
+        how = how[:1]  # with the direction everything else is another
+    return " and ".join(how) or "otherwise"
 
 
 def not_written(target: Path, error: OSError) -> RunError:

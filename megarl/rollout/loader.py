@@ -34,6 +34,7 @@ from megarl.rollout.shards import Shard, shards_of
 FORMAT = "megarl.rollout.loader.load"
 FINISH = "megarl_finish"  # `finish`, as a method of SGLang's scheduler
 
+_BUSY = "the cache of the old weights was not flushed: responses are still being sampled"
 _NOTHING: dict[str, Any] = {"parts": [], "expected": [], "seconds": {"load": 0.0, "prove": 0.0}}  # a report of no news
 
 # Of this scheduler:
@@ -109,6 +110,14 @@ def _read_report(request: Path, rank: int) -> dict[str, Any]:
     return report
 
 
+def was_busy(request: Path) -> bool:
+    """Whether `finish` found that the schedulers, which all do the same, were still sampling, and did nothing."""
+    try:
+        return json.loads(_report_path(request, 0).read_text()).get("error") == _BUSY
+    except (OSError, ValueError):
+        return False  # `read_reports` says so
+
+
 def _report_path(request: Path, rank: int) -> Path:
     return request.with_suffix(f".report-{rank}")
 
@@ -127,11 +136,11 @@ def finish(scheduler: Any, request: str, version: str) -> None:
     from sglang.srt.runtime_context import get_parallel
 
     path = Path(request)
+    report: dict[str, Any] = {"error": _BUSY}
     if scheduler.flush_cache(empty_cache=False):
         report = _reported(lambda: _finished(json.loads(path.read_text())))
+    if "error" not in report:
         scheduler.record_weight_version_change(version)
-    else:
-        report = {"error": "the cache of the old weights was not flushed: responses are still being sampled"}
     _write_report(path, get_parallel().tp_rank, report)
 
 
@@ -179,12 +188,13 @@ def _ask_once() -> None:
 
 
 def _done(model: torch.nn.Module, request: dict[str, Any], rank: int) -> dict[str, Any]:
-    global _inlet, _linked, _memory
+    global _inlet, _linked, _memory, _known
     if "prove" in request:
         return _proved(request["prove"])
     if "reach" in request:
         return _NOTHING | {"refused": devices.reach(*request["reach"])}
     if "expose" in request:
+        _known = None  # it keeps memory that is moved from
         _memory = _memory or Memory(model)
         _offer_finish()
         exposure = _memory.expose(model, [(name, tuple(shape)) for name, shape in request["expose"]])
@@ -264,7 +274,7 @@ def load_buckets(
 class _Places(NamedTuple):
     """Where a model has what buckets bring. To find out takes long beside a small model's update, and it seldom changes."""
 
-    addresses: list[int]  # of the model's parameters
+    addresses: list[tuple[int, torch.Size, tuple[int, ...]]]  # of the model's parameters, with shapes and strides
     tensors: list[tuple[BucketTensor, ...]]  # of the buckets
     parts: dict[str, Part]
     expected: list[str]
@@ -272,7 +282,7 @@ class _Places(NamedTuple):
 
 def _places(model: torch.nn.Module, buckets: Sequence[BucketSpec]) -> _Places:
     global _known
-    addresses = [parameter.data_ptr() for parameter in model.parameters()]
+    addresses = [(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in model.parameters()]
     tensors = [tuple(bucket.tensors) for bucket in buckets]
     if _known is None or (_known.addresses, _known.tensors) != (addresses, tensors):
         own = shards_of(model)

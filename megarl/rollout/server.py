@@ -121,7 +121,7 @@ class Server(Serving):
 
     def load_buckets(self, buckets: Sequence[BucketSpec]) -> None:
         request = loader.buckets_request(buckets)
-        if self._opened or not all(bucket.in_place for bucket in buckets):
+        if self._opened or not buckets or not all(bucket.in_place for bucket in buckets):
             self._take(self._ask(request), buckets)
         else:  # all of the update
             self._take(self._finish(request), buckets)
@@ -168,14 +168,20 @@ class Server(Serving):
     def _finish(self, what: str) -> dict[str, Any]:
         """As the `last` of an update in which SGLang was given nothing: one message instead of the three that it needs for weights."""
 
-        def send(request: Path) -> None:
+        def tell(request: Path) -> None:
             try:
                 self.engine.collective_rpc(loader.FINISH, request=str(request), version=str(self.updating))
             except AssertionError as error:  # SGLang's way to say what a scheduler raised
                 raise RunError(str(error)) from error
-            self.engine.tokenizer_manager._update_weight_version_if_provided(str(self.updating))
 
-        return self._answered(what, send)
+        def send(request: Path) -> None:
+            tell(request)
+            if loader.was_busy(request) and self._await_idle().success:
+                tell(request)
+
+        report = self._answered(what, send)
+        self.engine.tokenizer_manager._update_weight_version_if_provided(str(self.updating))
+        return report
 
     def _answered(self, what: str, send: Callable[[Path], None], again: bool = False) -> dict[str, Any]:
         if self.updating is None:
@@ -194,18 +200,23 @@ class Server(Serving):
             shutil.rmtree(folder)
 
     def end_update(self, in_place: Sequence[str] | None) -> dict[str, int]:
+        if self.updating is None:
+            raise RunError("no weight update was begun")
         if missing := sorted(self.expected - self.loaded):
             some = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
             self._give_up(f"the update brought no {some}")
             raise RunError(self.broken)
         brought = self._opened or self._ended or (in_place is not None and self._exposed)
-        if self.updating is not None and not brought:
+        if not brought:
             self._give_up("the update brought no weights")
             raise RunError(self.broken)
+        prove = loader.prove_request(in_place or [])
         if self._opened:
-            self._take(self._ask(loader.prove_request([]), last=True), [])
+            self._take(self._ask(prove, last=True), [])
         elif not self._ended:
-            self._take(self._finish(loader.prove_request(in_place or [])), [])
+            self._take(self._finish(prove), [])
+        elif in_place:
+            raise RunError("its update has ended: what was written in place since is not proved")
         self._close()
         self.version, self.updating = self.updating, None
         return self.fingerprints
@@ -225,14 +236,17 @@ class Server(Serving):
 
     def release_memory(self, what: Collection[str]) -> None:
         """`what`: of "weights" and "cache"."""
-        # The last answer may be here before the scheduler has become idle, and one that is not ends when it is to release memory.
-        idle = self._run(self.engine.tokenizer_manager.flush_cache(timeout_s=_IDLE_WITHIN))
+        idle = self._await_idle()  # a scheduler that is not ends when it is to release memory
         if not idle.success:
             raise RunError(f"it is not idle, and cannot give memory back ({idle.message})")
         self.engine.release_memory_occupation([_TAGS[name] for name in what])
         self.released |= set(what)
         if "weights" in what:
             self.broken = "their memory was released and nothing was loaded since"
+
+    def _await_idle(self) -> Any:
+        """The last answer may be here before the scheduler has become idle."""
+        return self._run(self.engine.tokenizer_manager.flush_cache(timeout_s=_IDLE_WITHIN))
 
     def resume_memory(self, what: Collection[str]) -> None:
         self.engine.resume_memory_occupation([_TAGS[name] for name in what])

@@ -322,6 +322,7 @@ def test_leftovers_of_killed_builds_are_cleared(tmp_path: Path) -> None:
     theirs = {"model", f"model.tmp-{os.getpid()}", "model.tmp-x", f"model.old-{most}b", f"other.tmp-{most}"}
     for name in (*theirs, f"model.tmp-{most}", f"model.old-{most + 1}", f"model.tmp-{most}-a1_b"):
         (tmp_path / name).mkdir()
+    clear_unfinished(tmp_path / "nowhere" / "model")
     clear_unfinished(tmp_path / "model")
     assert {path.name for path in tmp_path.iterdir()} == theirs
 

@@ -22,8 +22,9 @@ from megarl.bridge.model_map import ModelMap
 from megarl.convert import unfinished
 from megarl.convert.hf_to_megatron import hf_to_megatron
 from megarl.convert.inspect import inspect
+from megarl.convert.megatron_to_hf import megatron_to_hf
 from megarl.convert.source import open_source
-from megarl.convert.unfinished import Unfinished
+from megarl.convert.unfinished import Unfinished, said_of
 from megarl.convert.verify import verify
 from megarl.convert.work import Options
 from megarl.errors import UserError
@@ -156,6 +157,17 @@ def test_what_is_begun_anew_is_told_with_why(hf: Path, tmp_path: Path, capsys: p
         assert f"beginning anew: the 2 files that are there already were made {why}\n" in capsys.readouterr().err
         shutil.rmtree(target)
     stopped(hf, target, Options(shard_bytes=300_000))
+    record = next((tmp_path / ".target.unfinished/done").iterdir())
+    (tmp_path / ".target.unfinished/files" / record.stem).unlink()
+    hf_to_megatron(hf, target, Options(shard_bytes=600_000))
+    why = "the file that is there already was made with another --shard-gb"
+    assert f"beginning anew: {why}\n" in capsys.readouterr().err
+    back = tmp_path / "back"
+    stopped(hf, back, Options(shard_bytes=300_000))
+    megatron_to_hf(target, back)
+    assert "there already were made in the other direction\n" in capsys.readouterr().err
+    shutil.rmtree(target)
+    stopped(hf, target, Options(shard_bytes=300_000))
     other = shutil.copytree(hf, tmp_path / "other")
     hf_to_megatron(other, target, Options(shard_bytes=300_000), show=False)
     assert capsys.readouterr().err == ""
@@ -170,6 +182,9 @@ def test_what_is_not_finished_is_told_where_a_model_is_looked_for(hf: Path, tmp_
                 UserError, match=r"target is not finished: .*/\.target\.unfinished holds 2 of its files"
             ):
                 look(folder)
+    for odd in ("..unfinished", ".unfinished", "x" * 300):
+        assert said_of(tmp_path / odd) is None
+    assert said_of(tmp_path / "file" / "x") is None
     hf_to_megatron(hf, target, Options(shard_bytes=300_000), show=False)
     assert open_source(target).kind == "megatron"
 

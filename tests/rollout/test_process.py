@@ -1,5 +1,6 @@
 """An engine's processes: none outlives it, however it ends, and its failures are one sentence."""
 
+import json
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.cpu import process_env
 from megarl.errors import RunError, UserError
 from megarl.rollout import session
 from megarl.rollout.engine import Engine, last_error
@@ -79,6 +81,21 @@ def test_a_scheduler_that_dies_is_one_sentence_and_leaves_nothing(folder, call):
     assert gone_within(host, 5)
     engine.shutdown()
     assert shared and not [path for path in shared if path.exists()]
+
+
+@pytest.mark.slow
+def test_an_update_in_place_ends_when_the_scheduler_has_become_idle(folder):
+    """Its last answer may be here before."""
+    script = Path(__file__).with_name("busy_scheduler.py")
+    env = {**os.environ, **process_env(1), "PYTHONPATH": str(script.parents[2])}
+    ran = subprocess.run(
+        [sys.executable, str(script), str(folder)], check=False, env=env, capture_output=True, text=True, timeout=200
+    )
+    assert ran.returncode == 0, ran.stderr
+    said = json.loads(ran.stdout.splitlines()[-1])
+    assert said["before"] < said["tokens"] == 300  # it was sampling when the update was to end
+    assert said["proved"] and said["version"] == 2
+    assert said["again"] == "no weight update was begun"
 
 
 def test_a_scheduler_that_dies_at_start_is_one_sentence(folder):
