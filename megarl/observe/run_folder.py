@@ -60,8 +60,9 @@ class RunFolder:
 
     def go_on(self, step: int, config: str) -> list[dict[str, Any]]:
         """Of a run that goes on after `step`: what it holds of later steps is taken away. Answers with the metrics that stay.
-        Settings of before are kept beside the present ones where they differ."""
+        Settings of before are kept beside the present ones where they differ. summary.json goes: the run has not ended any more."""
         with writing(self.path):
+            (self.path / "summary.json").unlink(missing_ok=True)
             old = self.path / "config.yaml"
             if old.is_file() and old.read_bytes() != config.encode():
                 old.replace(self.path / f"config.until-step-{step}.yaml")

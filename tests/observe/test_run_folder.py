@@ -37,12 +37,14 @@ def test_a_run_that_goes_on_forgets_what_came_later_and_nothing_else(tmp_path):
     for step in (1, 2, 3):
         folder.add_step(step, {"x": step})
     folder.close()
+    folder.write_summary({"status": "finished"})  # it is not any more, and a kill from here on must not leave it said
     lines = (folder.path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     (folder.path / "metrics.jsonl").write_bytes(
         lines[0] + b"{half a line of somebody's\n" + b"".join(lines[1:]) + b'{"ste'
     )
     again = RunFolder(folder.path, tensorboard=False)
     assert [row["step"] for row in again.go_on(2, "run: {steps: 4}\n")] == [1, 2]
+    assert not (folder.path / "summary.json").exists()
     again.add_step(3, {"x": 33})
     again.close()
     kept = (folder.path / "metrics.jsonl").read_text().splitlines()
