@@ -186,10 +186,14 @@ def _content(path: Path, step: int) -> dict[str, Any]:
     """What `save` wrote, to the letter."""
     try:
         content: dict[str, Any] = json.loads(_text(path / STATE))
-        if content.pop("digest") != _digest(content) or content["step"] != step:
+        digest, step_of = content.pop("digest"), content["step"]
+        kinds = all(isinstance(content[key], dict) for key in ("state", "config", "files", "checksums"))
+        if digest != _digest(content) or step_of != step or not kinds:
             raise ValueError("it is not what was written")
         return content
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (KeyError, TypeError, AttributeError) as error:  # JSON, but of something else
+        raise UserError(f"{path / STATE} is damaged: it is not what was written.{_instead(path)}") from error
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path / STATE} is damaged: {error}.{_instead(path)}") from error
 
 
@@ -263,7 +267,7 @@ def _instead(folder: Path) -> str:
 def _finished(run: Path) -> bool:
     try:
         return bool(json.loads((run / "summary.json").read_text())["status"] == "finished")
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False  # it was killed, or is being written
 
 
@@ -271,4 +275,6 @@ def _text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
+        raise UserError(
+            f"{file} cannot be read: {getattr(error, 'strerror', None) or error}.{_instead(file.parent)}"
+        ) from error

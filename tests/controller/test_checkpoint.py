@@ -105,6 +105,14 @@ def damage(folder: Path, how: str) -> None:
         state.write_text(json.dumps({k: v for k, v in json.loads(state.read_text()).items() if k != "step"}))
     elif how == "another state":
         state.write_text(state.read_text().replace('"position": 8', '"position": 9'))
+    elif how == "null":
+        state.write_text("null")
+    elif how == "not text":
+        state.write_bytes(b"\xff\xfe")
+    elif how == "no checksums":  # as whole as another version may have written it
+        content = json.loads(state.read_text())
+        content = {key: value for key, value in content.items() if key not in ("checksums", "digest")}
+        state.write_text(json.dumps(content | {"digest": checkpoint._digest(content)}))
     elif how == "no part":
         (folder / "actor" / "part").unlink()
     else:
@@ -118,6 +126,9 @@ def damage(folder: Path, how: str) -> None:
         ("half a state", "state.json is damaged"),
         ("no step", "state.json is damaged: it is not what was written"),
         ("another state", "state.json is damaged: it is not what was written"),
+        ("null", "state.json is damaged: it is not what was written"),
+        ("not text", "state.json cannot be read"),
+        ("no checksums", "state.json is damaged: it is not what was written"),
         ("no part", "lacks actor/part"),
         ("half a part", "holds with another size than was written actor/part"),
     ],
