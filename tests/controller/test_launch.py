@@ -172,6 +172,23 @@ def test_bad_input_ends_all_machines_with_its_list(tmp_path: Path) -> None:
         assert "the configuration cannot run" in two.said
 
 
+def test_settings_given_to_the_batch_script_win(tmp_path: Path) -> None:
+    for name, text in {"scontrol": "echo node0", "srun": 'printf "%s\\n" "$@"'}.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_JOB_NODELIST": "node0", "SLURM_JOB_ID": "7", "SLURM_NNODES": "1"}
+    done = subprocess.run(
+        ["bash", "launch/slurm.sbatch", "a config.yaml", "checkpoint.every=5", "run.resume=runs/one"],
+        cwd=ROOT, env={**os.environ, **job, "PATH": f"{tmp_path}:{os.environ['PATH']}"}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    told = done.stdout.splitlines()
+    assert told[told.index("train") + 1] == "a config.yaml"
+    assert dict(one.split("=", 1) for one in told if "=" in one and not one.startswith("--")) == {
+        "checkpoint.every": "5",
+        "run.resume": "runs/one",
+    }
+
+
 @pytest.mark.parametrize(
     ("arguments", "given", "said"),
     [
