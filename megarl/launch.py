@@ -86,6 +86,9 @@ def _lead(store: Any, world: int, master: str, arguments: list[str]) -> int:
         code = error.code if isinstance(error.code, int) else 1
         if isinstance(error.code, str):
             print(error.code, file=sys.stderr)
+    except KeyboardInterrupt:  # before the run, which tells its own
+        print("megarl: interrupted", file=sys.stderr)
+        code = 130
     finally:
         store.set("exit", str(code))
         end = time.monotonic() + _PATIENCE  # the store may be in this process, and goes with it

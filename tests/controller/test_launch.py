@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megarl import launch
 from tests.controller.runs import LEARNABLE, ROOT, processes
@@ -170,6 +171,19 @@ def test_bad_input_ends_all_machines_with_its_list(tmp_path: Path) -> None:
     with Machines(tmp_path, "actor.parallel.tensor=5") as two:
         assert all(two.codes(200))
         assert "the configuration cannot run" in two.said
+
+
+def test_told_to_end_while_ray_starts(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch, "_ray", interrupted)
+    monkeypatch.setattr(launch.signal, "signal", lambda *_: None)
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
+        monkeypatch.setenv(name, "")  # to have it back as it was
+    store = torch.distributed.HashStore()
+    assert launch._lead(store, 1, "127.0.0.1", ["train", "x.yaml"]) == 130
+    assert capsys.readouterr().err == "megarl: interrupted\n" and store.get("exit") == b"130"
 
 
 def test_settings_given_to_the_batch_script_win(tmp_path: Path) -> None:
