@@ -91,8 +91,8 @@ def guarded(what: str, command: Callable[[], int]) -> int:
     except RunError as error:
         _complain(str(error))
         return 1
-    except KeyboardInterrupt:
-        _complain("interrupted")
+    except KeyboardInterrupt as error:
+        _complain(f"interrupted: {error}" if str(error) else "interrupted")
         return 130
     except Exception as error:  # nothing may end without a word to the user
         if isinstance(error, BrokenPipeError) and any(map(_is_gone, (sys.stdout, sys.stderr))):

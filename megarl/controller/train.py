@@ -59,7 +59,8 @@ def run(cfg: Config, prepared: Prepared) -> int:
                     break
                 except RunError as error:
                     if signals.asked:  # to end, which it has
-                        raise KeyboardInterrupt from error
+                        said = f"told to end ({signals.asked}), it failed before it was saved: {error}"
+                        raise KeyboardInterrupt(said) from error
                     newest = _newest(observer.folder.path)
                     if newest is None or restarts == cfg.run.max_restarts:
                         raise
@@ -239,45 +240,51 @@ def _loop(
             saving.save(number)
         if signals.asked:
             saving.finish()
-            observer.note(f"told to end (SIGTERM) after step {number}; run.resume=auto goes on from there")
+            observer.note(f"told to end ({signals.asked}) after step {number}; run.resume=auto goes on from there")
             raise KeyboardInterrupt
     saving.finish()
 
 
 class _Signals:
-    """SIGTERM ends a run like Ctrl-C does: in order. While the run is taken down, which is soon done, both are held off until it would
-    be started again. A run with checkpoints finishes its step first (`asked`); a second SIGTERM does not wait."""
+    """SIGTERM, and SIGHUP of a terminal that is closed, end a run like Ctrl-C does: in order. While the run is taken down, which is
+    soon done, all are held off until it would be started again. A run with checkpoints finishes its step first (`asked`); a second
+    signal does not wait. A SIGHUP that is ignored (nohup) stays so."""
 
-    _NUMBERS = (signal.SIGINT, signal.SIGTERM)
-    asked = False
+    _ENDING = (signal.SIGTERM, signal.SIGHUP)
+    asked = ""  # the name of the signal that told the run to end after its step
     _held = False
 
     def __enter__(self) -> _Signals:
-        self._before = [signal.getsignal(number) for number in self._NUMBERS]
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, *self._ENDING)}
+        self._before = {n: handler for n, handler in before.items() if (n, handler) != (signal.SIGHUP, signal.SIG_IGN)}
         self.listen()
         return self
 
     def listen(self) -> None:
         """Raises KeyboardInterrupt where one came while they were held off."""
-        for number in self._NUMBERS:
+        for number in self._before:
             signal.signal(number, signal.default_int_handler)
         if self._held:
             raise KeyboardInterrupt
 
     def wait_for_the_step(self) -> None:
-        def note(*_: object) -> None:
-            self.asked = True
-            signal.signal(signal.SIGTERM, signal.default_int_handler)
+        ending = [number for number in self._ENDING if number in self._before]
 
-        signal.signal(signal.SIGTERM, note)
+        def note(number: int, _: object) -> None:
+            self.asked = signal.Signals(number).name
+            for each in ending:
+                signal.signal(each, signal.default_int_handler)
+
+        for number in ending:
+            signal.signal(number, note)
 
     def hold(self) -> None:
         def note(*_: object) -> None:
             self._held = True
 
-        for number in self._NUMBERS:
+        for number in self._before:
             signal.signal(number, note)
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in zip(self._NUMBERS, self._before, strict=True):
+        for number, handler in self._before.items():
             signal.signal(number, handler)

@@ -204,14 +204,29 @@ def test_it_goes_on_by_itself(whole: Whole, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_sigterm_saves_first(whole: Whole, tmp_path: Path) -> None:
+def test_what_sigterm_could_not_save_is_told(tmp_path: Path) -> None:
+    with Run(tmp_path, *COMMON, "checkpoint.every=100", "run.steps=1000") as run:
+        run.until(run.steps, 150, "a step")
+        (run.run_folder / "checkpoints").write_text("in the way of the folder")
+        run.signal(signal.SIGTERM, group=False)
+        assert run.code(60) == 130
+        (said,) = run.said
+        assert said.startswith(
+            "megarl: interrupted: told to end (SIGTERM), it failed before it was saved: cannot write"
+        )
+        assert "cannot write" in json.loads((run.run_folder / "summary.json").read_text())["error"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_sigterm_saves_first(whole: Whole, tmp_path: Path, number: signal.Signals) -> None:
     settings = [s for s in whole.replayed("run.resume=auto") if not s.startswith("checkpoint")]
     with Run(tmp_path / "told", *settings, "checkpoint.every=100", "rollout.replay=null", "run.steps=1000") as run:
         run.until(run.steps, 150, "a step")
-        run.signal(signal.SIGTERM, group=False)
+        run.signal(number, group=False)
         assert run.code(60) == 130
         run.gone(15)
-        assert "told to end (SIGTERM) after step" in run.out
+        assert f"told to end ({number.name}) after step" in run.out
     step = int((run.run_folder / "checkpoints" / "latest").read_text().strip().removeprefix("step-"))
     assert (
         step == len(run.steps())
