@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -124,13 +125,14 @@ RANGES = {
     "observe.samples_every": "[0,",
     "cluster.port": "[1,65535]",
     "cluster.object_store_mb": "[80,",  # Ray itself refuses less than 75 MiB
-    "cluster.worker_timeout": "(0,",
+    "cluster.worker_timeout": "[1,1000000000]",
 }
 for _role in ("critic", "reference", "reward_model"):  # ranks of their own, as the actor's
     RANGES |= {key.replace("actor", _role): RANGES[key] for key in list(RANGES) if key.startswith("actor.parallel.")}
     RANGES[f"{_role}.threads"] = RANGES["actor.threads"]
 
 
+_IN_SHELLS = "*?[]{}\"'\\`$;&|<>!"  # what a shell takes for something else
 LONGEST_NAME = 200  # bytes of run.name; folders may have 255, and the time is appended
 
 
@@ -498,6 +500,11 @@ def _files(cfg: Config) -> Iterator[str]:
     name = cfg.run.name
     if name in ("", ".", "..") or Path(name).name != name or not name.isprintable():
         yield f"run.name={name!r} must be the plain name of a folder, without '/'; where runs go is run.root"
+    elif name[0] in "-.~" or name != name.strip() or set(name) & set(_IN_SHELLS):
+        yield (
+            f"run.name={name!r} would be another thing in a shell; a name holds none of {_IN_SHELLS}, begins with none of - . ~ and "
+            "has no space at its ends"
+        )
     elif len(name.encode()) > LONGEST_NAME:
         yield f"run.name has {len(name.encode())} bytes; it must be at most {LONGEST_NAME}"
     rollout = cfg.rollout
@@ -539,12 +546,26 @@ def _cluster(cfg: Config) -> Iterator[str]:
             f"run.max_restarts={cfg.run.max_restarts} goes on from checkpoints, and checkpoint.every=0 makes none; set "
             "checkpoint.every"
         )
-    if cfg.cluster.address is not None and cfg.cluster.port is not None:
+    address = cfg.cluster.address
+    if address is not None and address.startswith("ray://"):
         yield (
-            f"cluster.address={cfg.cluster.address} joins a Ray cluster, cluster.port={cfg.cluster.port} is for a new "
+            f"cluster.address={address}: through Ray's client no run can be driven; start it on a machine of the cluster with "
+            "cluster.address=auto, or by launch/ray_job.sh"
+        )
+    elif (
+        address is not None
+        and address != "auto"
+        and not re.fullmatch(r"[^\s:/]+:\d{1,5}|\[[0-9a-fA-F:.]+\]:\d{1,5}", address)
+    ):
+        yield f"cluster.address={address!r} must be HOST:PORT of a Ray cluster, or auto for that of this machine"
+    if cfg.cluster.interface is not None and not re.fullmatch(r"[^\s/]{1,255}", cfg.cluster.interface):
+        yield f"cluster.interface={cfg.cluster.interface!r} must be the name of a network interface, eth0 for instance"
+    if address is not None and cfg.cluster.port is not None:
+        yield (
+            f"cluster.address={address} joins a Ray cluster, cluster.port={cfg.cluster.port} is for a new "
             "one; remove one of them"
         )
-    if cfg.cluster.nodes is not None and cfg.cluster.address is None:
+    if cfg.cluster.nodes is not None and address is None:
         yield (
             f"cluster.nodes={cfg.cluster.nodes} waits for the machines of a Ray cluster that is joined; set cluster.address, or start "
             "the run by torchrun (megarl.launch), which sets both"

@@ -5,6 +5,7 @@ Values alone are checked in `megarl.config.checks`; here they meet the model, th
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 from collections.abc import Callable, Collection, Iterator
@@ -436,6 +437,12 @@ def _machine(cfg: Config, model: ModelMap | None) -> Iterator[str]:
         yield f"reshard.bucket_mb={cfg.reshard.bucket_mb} but /dev/shm has {free} MiB free; set reshard.bucket_mb lower"
     if cfg.cluster.port is not None and 0 < cfg.cluster.port < 65536 and port_taken(cfg.cluster.port):
         yield f"cluster.port={cfg.cluster.port} is taken by another program; leave it out to have a free one chosen"
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // MIB
+    if cfg.cluster.object_store_mb >= memory:
+        yield f"cluster.object_store_mb={cfg.cluster.object_store_mb}, and this machine has {memory} MiB of memory; set it lower"
+    interfaces = [name for _, name in socket.if_nameindex()]
+    if cfg.cluster.interface and not set(cfg.cluster.interface.split(",")) <= {*interfaces}:
+        yield f"cluster.interface={cfg.cluster.interface}: this machine has {', '.join(interfaces)}; name one of them, or leave it out"
     yield from _gpus(cfg)
     yield from _engine_device(cfg)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megarl.config import Config
-from megarl.controller import checkpoint
 from megarl.controller.checkpoint import Checkpoint, Checkpoints
 from megarl.controller.trainer import Trainer
 from megarl.controller.workers import WorkerGroup
@@ -51,8 +50,6 @@ class Saving:
 
     def restore(self, found: Checkpoint) -> None:
         """Everything as it was after the checkpoint's step. Raises UserError where it is damaged or another model's."""
-        for key, (old, new) in checkpoint.changed(found, self._config).items():
-            self._observer.note(f"{key} was {old!r} and is {new!r} from step {found.step + 1} on")
         try:
             same = [group.load(found.folder, role) for role, group in self._roles.items()]
         except UserError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -87,6 +88,13 @@ def _newest(run: Path) -> Checkpoint | None:
         return None
 
 
+def _changes(cfg: Config, found: Checkpoint | None) -> Iterator[str]:
+    """Settings that are not as they were."""
+    if found is not None:
+        for key, (old, new) in checkpoint.changed(found, cfg).items():
+            yield f"{key} was {old!r} and is {new!r} from step {found.step + 1} on"
+
+
 def _observer(cfg: Config, prepared: Prepared) -> Observer:
     resume = prepared.resume
     return Observer(cfg, configuration.dump(cfg), resumed=(resume.run, resume.step) if resume else None)
@@ -95,7 +103,7 @@ def _observer(cfg: Config, prepared: Prepared) -> Observer:
 def _run(cfg: Config, prepared: Prepared, observer: Observer, stack: ExitStack, signals: _Signals) -> None:
     began = ["run.resume=auto: there is no unfinished run of this name with a checkpoint; this is a new one"]
     fresh = cfg.run.resume == "auto" and prepared.resume is None
-    for note in (*prepared.sources.notes, *notes(cfg), *(began if fresh else ())):
+    for note in (*prepared.sources.notes, *notes(cfg), *(began if fresh else ()), *_changes(cfg, prepared.resume)):
         observer.note(note)
     places: list[tuple[str, Path | str]] = []
     with observer.stage("start Ray"):
@@ -241,7 +249,7 @@ def _loop(
         if signals.asked:
             saving.finish()
             observer.note(f"told to end ({signals.asked}) after step {number}; run.resume=auto goes on from there")
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(f"told to end ({signals.asked}) after step {number}")
     saving.finish()
 
 

@@ -131,7 +131,8 @@ class Observer:
         self.folder.add_step(step, metrics)
 
     def _summarise(self, status: str, error: BaseException | None = None) -> dict[str, Any]:
-        summary = {"status": status, **({"error": str(error) or type(error).__name__} if error else {})}
+        said = str(error) or ("" if isinstance(error, KeyboardInterrupt) else type(error).__name__)
+        summary = {"status": status, **({"error": said} if error and said else {})}
         summary |= summarise(columns(self._rows))
         self.folder.write_summary(summary)
         return summary

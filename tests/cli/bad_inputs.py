@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import NamedTuple
+
+from tests.cli.bad_clusters import CLUSTER, bad
 
 ROW = '{"prompt": "1+1", "answer": "2"}\n'
 # Thousands of characters: more tokens than any limit below.
@@ -22,18 +23,8 @@ reward: {{name: exact_match}}
 """
 
 
-class Bad(NamedTuple):
-    """Overrides, and for each problem that must be listed a piece of its sentence. `{root}` is the test's folder."""
-
-    overrides: tuple[str, ...]
-    said: tuple[str, ...]
-
-
-def bad(*overrides: str, said: str | tuple[str, ...]) -> Bad:
-    return Bad(overrides, (said,) if isinstance(said, str) else said)
-
-
 CASES = {
+    **CLUSTER,
     "unknown key": bad(
         "rollout.temprature=1", said="unknown key rollout.temprature; did you mean rollout.temperature?"
     ),
@@ -545,8 +536,6 @@ CASES = {
     "a long name": bad(f"run.name={'x' * 201}", said="run.name has 201 bytes; it must be at most 200"),
     "two dots for a name": bad("run.name=..", said="run.name='..' must be the plain name of a folder"),
     "a path for a name": bad("run.name=a/b", said="run.name='a/b' must be the plain name of a folder"),
-    "a taken port": bad("cluster.port={port}", said="cluster.port={port} is taken by another program"),
-    "a port and an address": bad("cluster.port=65000", "cluster.address=auto", said="remove one of them"),
     "everything at once": bad(
         "rollout.temprature=1",
         "run.steps=soon",

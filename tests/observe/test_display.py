@@ -80,7 +80,12 @@ def test_the_folder_of_a_run_says_the_same_as_the_screen(config, batch):
 
 @pytest.mark.parametrize(
     ("error", "status"),
-    [(KeyboardInterrupt(), "interrupted"), (RunError("a worker died"), "failed"), (None, "interrupted")],
+    [
+        (KeyboardInterrupt(), "interrupted"),
+        (KeyboardInterrupt("told to end"), "interrupted"),
+        (RunError("a worker died"), "failed"),
+        (None, "interrupted"),
+    ],
 )
 def test_a_run_that_did_not_finish_says_so_and_is_readable(config, batch, error, status):
     observer = Observer(config, "", console())
@@ -93,10 +98,7 @@ def test_a_run_that_did_not_finish_says_so_and_is_readable(config, batch, error,
         assert raised is error
     summary = json.loads((observer.folder.path / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == (status, 1)
-    assert (
-        summary.get("error")
-        == {"failed": "a worker died", "interrupted": None if error is None else "KeyboardInterrupt"}[status]
-    )
+    assert summary.get("error") == (str(error) if error is not None and error.args else None)
 
 
 def test_when_the_disk_is_full_the_first_error_is_the_one_that_is_raised(config, batch):
