@@ -7,6 +7,7 @@ has gone (`megarl … | head`), which ends it without a word.
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import select
 import signal
@@ -36,25 +37,41 @@ def main(argv: Sequence[str] | None = None) -> int:
                 sys.stdout.flush()  # else Python does, at its end, and tells of what goes wrong in its own words
     except OSError as error:  # of the output: all others are told by `guarded`
         for stream in (stream for stream in (sys.stdout, sys.stderr) if stream is not None and _is_gone(stream)):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # for what Python has still to write
+            _silence(stream)  # for what Python has still to write
         if isinstance(error, BrokenPipeError):
             return 128 + signal.SIGPIPE
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _silence(sys.stdout)
         _complain(f"the output could not be written: {error.strerror or error}.")
         return 1
 
 
 class _Output:
-    """A stream that keeps the error of a write that failed, so that it is not taken for another file's."""
+    """A stream that keeps the error of a write that failed, so that it is not taken for another file's.
+
+    A terminal that has been closed is no failure: what goes on without one, or has to save first, goes on unseen."""
 
     def __init__(self, stream: Any):
         self._stream = stream
+        self._terminal = stream.isatty()
         self.fault: OSError | None = None
 
     def write(self, text: str) -> Any:
-        try:
+        with self._heard():
             return self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._heard():
+            self._stream.flush()
+
+    @contextmanager
+    def _heard(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
+            if self._terminal and error.errno == errno.EIO:
+                _silence(self._stream)
+                return
             self.fault = error
             raise
 
@@ -102,6 +119,13 @@ def guarded(what: str, command: Callable[[], int]) -> int:
         traceback.print_exc()
         _complain(f"this is a bug in megarl {__version__}; please report it with the lines above")
         return 1
+
+
+def _silence(stream: Any) -> None:
+    """What it has not written yet, and all that comes, goes nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 def _is_gone(stream: IO[str] | None) -> bool:

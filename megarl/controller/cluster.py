@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -49,7 +50,8 @@ def cluster(settings: ClusterConfig, logs: Path) -> Iterator[None]:
     try:
         if scratch is not None:
             os.environ["TMPDIR"] = str(scratch)  # what Ray's processes leave behind goes with it, however they ended
-        _start(ray, settings, scratch)
+        with _deaf_to_hangups():
+            _start(ray, settings, scratch)
         _wait_for_nodes(ray, settings)
         yield
     except BaseException:
@@ -62,6 +64,17 @@ def cluster(settings: ClusterConfig, logs: Path) -> Iterator[None]:
         if scratch is not None:
             _restore("TMPDIR", before)
             _remove(scratch)
+
+
+@contextmanager
+def _deaf_to_hangups() -> Iterator[None]:
+    """A terminal that is closed tells all that were started on it. What is started here is the command's to end, once it has saved: it
+    never hears of it, as of Ctrl-C; the command does, when the block is left."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _remove_stale(folder: Path) -> None:

@@ -80,6 +80,7 @@ def test_a_wrong_command_line_is_a_usage_error(args: list[str], capsys: pytest.C
         (ConfigError(["one", "two"]), 2, "megarl: cannot run: 2 problems\n  - one\n  - two\n"),
         (RunError("a worker died"), 1, "megarl: a worker died\n"),
         (KeyboardInterrupt(), 130, "megarl: interrupted\n"),
+        (KeyboardInterrupt("told to end"), 130, "megarl: interrupted: told to end\n"),
     ],
 )
 def test_each_error_has_its_exit_code_and_no_traceback(

@@ -55,6 +55,22 @@ def check_interrupted(run: Run) -> None:
         run.lines(name)  # whole lines only
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("live", ["true", "false"])
+def test_a_closed_terminal_ends_a_run_in_order_and_saved(tmp_path: Path, live: str) -> None:
+    """The kernel tells everything that was started there, and nothing can be printed any more."""
+    settings = ("checkpoint.every=100", f"observe.progress={live}")
+    with Run(tmp_path, *LONG, *settings, module="tests.controller.on_terminal") as run:
+        run.until(lambda: steps(run, 2), 150, "two steps")
+        run.signal(signal.SIGUSR1, group=False)
+        assert run.code(60) == 130
+        run.gone(GONE)
+        saved = int((run.run_folder / "checkpoints" / "latest").read_text().strip().removeprefix("step-"))
+        summary = json.loads((run.run_folder / "summary.json").read_text())
+        assert saved == len(run.steps()) == summary["steps"]
+        assert summary["error"] == f"told to end (SIGHUP) after step {saved}"
+
+
 def test_ctrl_c_between_steps_and_a_new_run(tmp_path: Path) -> None:
     with Run(tmp_path / "first", *LONG) as run:
         run.until(lambda: steps(run, 2), 150, "two steps")
