@@ -191,10 +191,15 @@ def test_settings_given_to_the_batch_script_win(tmp_path: Path) -> None:
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
     job = {"SLURM_JOB_NODELIST": "node0", "SLURM_JOB_ID": "7", "SLURM_NNODES": "1"}
-    done = subprocess.run(
-        ["bash", "launch/slurm.sbatch", "a config.yaml", "checkpoint.every=5", "run.resume=runs/one"],
-        cwd=ROOT, env={**os.environ, **job, "PATH": f"{tmp_path}:{os.environ['PATH']}"}, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+
+    def submitted(*arguments: str) -> subprocess.CompletedProcess[str]:
+        env = {**os.environ, **job, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        command = ["bash", "launch/slurm.sbatch", *arguments]
+        return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+
+    assert "CONFIG is missing: sbatch launch/slurm.sbatch CONFIG" in submitted().stderr
+    done = submitted("a config.yaml", "checkpoint.every=5", "run.resume=runs/one")
+    assert done.returncode == 0, done.stderr
     told = done.stdout.splitlines()
     assert told[told.index("train") + 1] == "a config.yaml"
     assert dict(one.split("=", 1) for one in told if "=" in one and not one.startswith("--")) == {
