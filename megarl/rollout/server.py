@@ -216,7 +216,8 @@ class Server(Serving):
         elif not self._ended:
             self._take(self._finish(prove), [])
         elif in_place:
-            raise RunError("its update has ended: what was written in place since is not proved")
+            self._give_up("its update has ended: what was written in place since is not proved")
+            raise RunError(self.broken)
         self._close()
         self.version, self.updating = self.updating, None
         return self.fingerprints

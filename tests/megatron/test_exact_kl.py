@@ -83,10 +83,11 @@ def test_in_bfloat16_it_is_as_near_as_transformers(folders: Path, layout: Layout
         theirs = {
             n: float((coarse["gradients"][n] - g).abs().max() / g.abs().max()) for n, g in want["gradients"].items()
         }
-        # A norm's few numbers may be off by luck, on one machine or another: all tensors together are not.
+        matrices = [name for name, gradient in want["gradients"].items() if gradient.dim() == 2]
+        assert 1e-4 < max(distances[n] for n in matrices) < 2 * max(theirs.values()), (kind, distances, theirs)
+        # A norm's few numbers may be off by luck, on one kind of processor or another: all tensors together are not.
         mean, their_mean = fmean(distances.values()), fmean(theirs.values())
-        assert 1e-4 < mean < 1.5 * their_mean, (kind, mean, their_mean)
-        assert max(distances.values()) < 4 * max(theirs.values()), (kind, distances, theirs)
+        assert mean < 1.5 * their_mean and max(distances.values()) < 4 * max(theirs.values()), (kind, distances, theirs)
         kl = sum(r["sums"].get("sum/kl", 0.0) for r in ranks if r["primary"])
         # One number, whose error may be near 0 by luck: beside that of what it is made of.
         assert abs(kl / want["kl"] - 1) < 2 * max(abs(coarse["kl"] / want["kl"] - 1), *theirs.values()), kind
